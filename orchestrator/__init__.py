@@ -1,0 +1,1 @@
+"""The orchestrator: packs micro-batches from rollout groups and drives a TrainerWorker."""

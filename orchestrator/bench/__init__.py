@@ -1,0 +1,1 @@
+"""Benchmarks and proof tools: a leaf that no other package imports."""

@@ -1,0 +1,1 @@
+"""The TrainerWorker: sessions, gRPC service and engines beside the accelerator."""
