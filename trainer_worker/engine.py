@@ -44,7 +44,9 @@ class EngineCapabilities:
     can_checkpoint: bool = False
     can_export_weights: bool = False
     can_score: bool = False  # ComputeLogprobs and Evaluate.
-    update_waits_for_device: bool = False  # Dropless retry or log-prob gates: update() needs a flag.
+    update_waits_for_device: bool = (
+        False  # Dropless retry or log-prob gates: update() needs a flag.
+    )
     optional_fields: tuple[str, ...] = ()  # Optional micro-batch fields it can use.
     required_fields: tuple[str, ...] = ()  # Optional fields that it insists on.
     vocab_size: int = 0  # 0 = any token id.

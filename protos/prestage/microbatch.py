@@ -30,7 +30,12 @@ class FieldSpec:
 
 
 def _field(
-    name: str, dtype: type[np.generic], required: bool, meaning: str, trailing: int = 0, pad: int = 0
+    name: str,
+    dtype: type[np.generic],
+    required: bool,
+    meaning: str,
+    trailing: int = 0,
+    pad: int = 0,
 ) -> FieldSpec:
     return FieldSpec(
         name=name,
