@@ -9,6 +9,15 @@ from trainer_worker.logprob_head.config import (
     HeadMode,
     TokenLogprobs,
 )
+from trainer_worker.logprob_head.layout import head_param_spec, token_spec
 from trainer_worker.logprob_head.select import token_logprobs
 
-__all__ = ["HeadConfig", "HeadConfigError", "HeadMode", "TokenLogprobs", "token_logprobs"]
+__all__ = [
+    "HeadConfig",
+    "HeadConfigError",
+    "HeadMode",
+    "TokenLogprobs",
+    "head_param_spec",
+    "token_logprobs",
+    "token_spec",
+]

@@ -8,7 +8,7 @@ import jax
 
 from trainer_worker.logprob_head.chunks import Chunks
 from trainer_worker.logprob_head.config import HeadConfig, TokenLogprobs
-from trainer_worker.logprob_head.score import logits_of, normed, raw_logits, score
+from trainer_worker.logprob_head.score import normed, raw_logits, score_and_lse
 
 
 def chunked_head(
@@ -30,8 +30,8 @@ def chunked_head(
         x: jax.Array, y: jax.Array, weights: jax.Array | None, scale: jax.Array | None
     ) -> TokenLogprobs:
         operand = normed(x, scale, config)
-        raw = operand.astype("float32") if weights is None else raw_logits(operand, weights)
-        return score(logits_of(raw, config), y)
+        raw = operand if weights is None else raw_logits(operand.astype(weights.dtype), weights)
+        return score_and_lse(raw, y, config)[0]
 
     def body(carry: None, xy: tuple[jax.Array, jax.Array]) -> tuple[None, TokenLogprobs]:
         return carry, step(*xy, weights, norm_scale)

@@ -3,35 +3,22 @@
 Works on whatever tokens it is given; knows no mesh, no chunking and no collective.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from trainer_worker.logprob_head.config import HeadConfig, TokenLogprobs
 
 
-class Logits(NamedTuple):
-    """Logits of one chunk over some part of the vocabulary.
-
-    z: float32 [R, C, V], after soft-cap and temperature.
-    finite: bool [R, C], whether every raw logit of the token was finite. The soft-cap maps an
-        infinite logit to a finite one, and log-sum-exp drops one at minus infinity, so a broken
-        hidden state could pass for a healthy one without it.
-    """
-
-    z: jax.Array
-    finite: jax.Array
-
-
 def normed(hidden: jax.Array, norm_scale: jax.Array | None, config: HeadConfig) -> jax.Array:
-    """The matmul operand [R, C, D] in compute dtype: RMSNorm in float32 when a scale [D] is given."""
-    if norm_scale is not None:
-        x = hidden.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(mean_square + config.norm_eps)
-        hidden = x * norm_scale.astype(jnp.float32)
-    return hidden.astype(config.compute_dtype)
+    """The head's operand [R, C, D] in float32: RMSNorm when a scale [D] is given.
+
+    Callers cast it to the compute dtype for the matmul.
+    """
+    x = hidden.astype(jnp.float32)
+    if norm_scale is None:
+        return x
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + config.norm_eps) * norm_scale.astype(jnp.float32)
 
 
 def squash(raw: jax.Array, config: HeadConfig) -> jax.Array:
@@ -46,29 +33,37 @@ def raw_logits(x: jax.Array, table: jax.Array) -> jax.Array:
     return jnp.einsum("rcd,vd->rcv", x, table, preferred_element_type=jnp.float32)
 
 
-def logits_of(raw: jax.Array, config: HeadConfig) -> Logits:
-    """Final logits and the non-finite guard from raw float32 logits [R, C, V]."""
-    finite = jnp.isfinite(jnp.max(jnp.abs(raw), axis=-1))
-    return Logits(z=squash(raw, config), finite=finite)
+def all_finite(raw: jax.Array) -> jax.Array:
+    """bool [R, C]: whether every raw logit [R, C, V] of the token is finite.
 
-
-def score(logits: Logits, targets: jax.Array) -> TokenLogprobs:
-    """Log-prob of targets [R, C] and entropy over the whole vocabulary.
-
-    A token with a non-finite logit gives NaN for both; a target outside [0, V) gives a NaN log-prob.
+    The soft-cap maps an infinite logit to a finite one, and a sum of exponentials drops one at
+    minus infinity: without this guard a broken hidden state could pass for a healthy one.
     """
-    vocab = logits.z.shape[-1]
-    peak = jax.lax.stop_gradient(jnp.max(logits.z, axis=-1, keepdims=True))
-    shifted = logits.z - peak
+    return jnp.isfinite(jnp.max(jnp.abs(raw), axis=-1))
+
+
+def score_and_lse(
+    raw: jax.Array, targets: jax.Array, config: HeadConfig
+) -> tuple[TokenLogprobs, jax.Array]:
+    """Log-prob of targets [R, C], entropy, and log-sum-exp of the final logits, from raw [R, C, V].
+
+    A token with a non-finite raw logit gives NaN for log-prob and entropy; a target outside [0, V)
+    gives a NaN log-prob.
+    """
+    vocab = raw.shape[-1]
+    z = squash(raw, config)
+    peak = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
+    shifted = z - peak
     weights = jnp.exp(shifted)
     total = jnp.sum(weights, axis=-1)
     log_total = jnp.log(total)
     known = (targets >= 0) & (targets < vocab)
     index = jnp.where(known, targets, 0)[..., None]
-    picked = jnp.take_along_axis(shifted, index, axis=-1)[..., 0]
-    logprobs = picked - log_total
+    logprobs = jnp.take_along_axis(shifted, index, axis=-1)[..., 0] - log_total
     entropy = log_total - jnp.sum(weights * shifted, axis=-1) / total
-    return TokenLogprobs(
-        logprobs=jnp.where(logits.finite & known, logprobs, jnp.nan),
-        entropy=jnp.where(logits.finite, entropy, jnp.nan),
+    finite = all_finite(raw)
+    scored = TokenLogprobs(
+        logprobs=jnp.where(finite & known, logprobs, jnp.nan),
+        entropy=jnp.where(finite, entropy, jnp.nan),
     )
+    return scored, peak[..., 0] + log_total
