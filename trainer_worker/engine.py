@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from prestage.microbatch import MicroBatch, MicroBatchId
 
 

@@ -79,7 +79,7 @@ def request_for(state: StepState, call: Call) -> Request:
     return Request(call=call, batch=staged or ref(*expected))
 
 
-def reachable(depth: int = 6) -> set[StepState]:
+def reachable(depth: int = 12) -> set[StepState]:
     """Every state within `depth` legal calls (and engine failures) of the start."""
     seen = {StepState()}
     frontier = set(seen)
@@ -101,7 +101,7 @@ STATES = reachable()
 
 
 def test_every_reachable_state_obeys_the_invariants() -> None:
-    assert len(STATES) > 100
+    assert len(STATES) >= 100
     for state in STATES:
         assert state.train_step <= state.step
         assert state.micro_step == len(state.trained)
