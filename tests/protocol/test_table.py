@@ -101,7 +101,7 @@ STATES = reachable()
 
 
 def test_every_reachable_state_obeys_the_invariants() -> None:
-    assert len(STATES) >= 100
+    assert len(STATES) >= 80
     for state in STATES:
         assert state.train_step <= state.step
         assert state.micro_step == len(state.trained)
