@@ -7,22 +7,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    DTYPE_UNSPECIFIED: _ClassVar[DType]
-    DTYPE_UINT8: _ClassVar[DType]
-    DTYPE_INT16: _ClassVar[DType]
-    DTYPE_INT32: _ClassVar[DType]
-    DTYPE_FLOAT32: _ClassVar[DType]
-    DTYPE_BFLOAT16: _ClassVar[DType]
-    DTYPE_INT64: _ClassVar[DType]
-DTYPE_UNSPECIFIED: DType
-DTYPE_UINT8: DType
-DTYPE_INT16: DType
-DTYPE_INT32: DType
-DTYPE_FLOAT32: DType
-DTYPE_BFLOAT16: DType
-DTYPE_INT64: DType
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_UINT8: _ClassVar[DataType]
+    DATA_TYPE_INT16: _ClassVar[DataType]
+    DATA_TYPE_INT32: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
+    DATA_TYPE_INT64: _ClassVar[DataType]
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_UINT8: DataType
+DATA_TYPE_INT16: DataType
+DATA_TYPE_INT32: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_BFLOAT16: DataType
+DATA_TYPE_INT64: DataType
 
 class MicroBatchId(_message.Message):
     __slots__ = ("run_id", "step", "index")
@@ -42,11 +42,11 @@ class TensorSpec(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    dtype: DType
+    dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("id", "rows", "tokens_per_row", "row_lengths", "tensors", "total_bytes", "digest")

@@ -435,11 +435,11 @@ class WeightTensor(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
-    dtype: _tensor_pb2.DType
+    dtype: _tensor_pb2.DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     digest: str
     bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[_tensor_pb2.DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class WeightsEnd(_message.Message):
     __slots__ = ("total_bytes",)
