@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
@@ -115,7 +116,7 @@ def choose_head(
     `auto` compares the bytes that one device receives per micro-batch (`head_cost`) and takes the
     vocab-parallel head when it fits and receives fewer; up to per-token scalars that is when
 
-        token_ranks * tokens_per_device < V
+        token_ranks * tokens_per_device < V * (1 - 1 / devices)
 
     where tokens_per_device = R * T / devices. With the ranks free, (V / g + g * tokens_per_device)
     is least at g = sqrt(V / tokens_per_device).
@@ -208,6 +209,10 @@ def _check_shapes(
 ) -> None:
     if hidden.ndim != 3:
         raise HeadConfigError(f"hidden has shape {hidden.shape}: give [rows, tokens, features]")
+    if not jnp.issubdtype(hidden.dtype, jnp.floating):
+        raise HeadConfigError(f"hidden has dtype {hidden.dtype}: give a floating dtype")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise HeadConfigError(f"targets have dtype {targets.dtype}: give int32 ids")
     if targets.shape != hidden.shape[:2]:
         raise HeadConfigError(
             f"targets have shape {targets.shape}, hidden {hidden.shape}: give one id per token"
