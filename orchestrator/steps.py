@@ -103,9 +103,9 @@ class StepBook:
         self._put(
             replace(
                 record,
-                train_step=facts.train_step,
+                train_step=facts.train_step if facts.train_step >= 0 else record.train_step,
                 applied=facts.applied,
-                metrics=dict(facts.values) or record.metrics,
+                metrics={**record.metrics, **facts.values},
                 boundary_idle_seconds=_known(
                     facts.boundary_idle_seconds, record.boundary_idle_seconds
                 ),
