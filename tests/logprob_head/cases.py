@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from tests.logprob_head.hlo_count import Program
 from tests.logprob_head.reference import Outcome, reference
+from trainer_worker.logprob_head.hlo_count import Program
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 
 from tests.logprob_head.cases import Case, expected, leaf_error, outcome, run, sample, token_error
-from tests.logprob_head.hlo_count import gathers, looped_collectives, reductions
+from trainer_worker.logprob_head.hlo_count import gathers, looped_collectives, reductions
 
 LOGPROB_ABS = 5e-5
 ENTROPY_ABS = 2e-4

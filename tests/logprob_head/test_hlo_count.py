@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.logprob_head.hlo_count import (
+from trainer_worker.logprob_head.hlo_count import (
     HloReadError,
     Program,
     gathers,

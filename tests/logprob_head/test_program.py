@@ -8,7 +8,12 @@ import pytest
 import trainer_worker.logprob_head as package
 from tests.logprob_head.cases import Case, Run, run
 from tests.logprob_head.checks import check_flops, check_quiet_loops, check_table_moves_once
-from tests.logprob_head.hlo_count import gathers, looped_collectives, received_bytes, reductions
+from trainer_worker.logprob_head.hlo_count import (
+    gathers,
+    looped_collectives,
+    received_bytes,
+    reductions,
+)
 from trainer_worker.logprob_head.layout import Layout, fit_layout
 from trainer_worker.logprob_head.select import head_cost
 

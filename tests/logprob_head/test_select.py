@@ -238,7 +238,7 @@ def test_auto_takes_the_head_that_receives_fewer_bytes() -> None:
     """16 rows on 16 row ranks: one row of tokens / 4 a device, so vocab when tokens < V * 63 / 64."""
     assert choose(vocab=248_320, tokens=65_536).mode == "vocab"
     assert choose(vocab=32_768, tokens=65_536).mode == "local"
-    assert choose(vocab=67_000, tokens=65_536).mode == "vocab"
+    assert choose(vocab=68_000, tokens=65_536).mode == "vocab"
     assert choose(vocab=64_512, tokens=65_536).mode == "local"
 
 

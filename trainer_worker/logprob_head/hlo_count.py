@@ -1,7 +1,7 @@
 """Counts collectives and matmul FLOPs in compiled HLO text, loops included.
 
 A loop body counts as often as its trip count says; a loop without a known trip count is an error,
-never "once". Both branches of a conditional count.
+never "once". Both branches of a conditional count. Reads text only: needs no jax.
 """
 
 import re
