@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,19 @@ _FLAG = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _child_reports = pytest.StashKey[dict[str, list[dict[str, object]]]]()
 
 
-def _has_devices() -> bool:
+def _asks_for_devices() -> bool:
     counts = _FLAG.findall(os.environ.get("XLA_FLAGS", ""))
     return bool(counts) and int(counts[-1]) >= DEVICES
+
+
+@cache
+def _has_devices() -> bool:
+    """Whether jax in this process has the devices: the flag may have come after it started."""
+    if not _asks_for_devices():
+        return False
+    import jax
+
+    return len(jax.devices("cpu")) >= DEVICES
 
 
 def _is_ours(item: pytest.Item) -> bool:
@@ -33,26 +45,20 @@ def _is_ours(item: pytest.Item) -> bool:
 def _run_child(session: pytest.Session) -> dict[str, list[dict[str, object]]]:
     """One child process over every selected test of this folder; its reports by node id."""
     nodes = [item.nodeid for item in session.items if _is_ours(item)]
-    path = FOLDER / f".reports-{os.getpid()}.jsonl"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reports.jsonl"
+        env = {**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *nodes],
             cwd=session.config.rootpath,
-            env={
-                **os.environ,
-                "XLA_FLAGS": flags.strip(),
-                "JAX_PLATFORMS": "cpu",
-                REPORTS: str(path),
-            },
+            env={**env, REPORTS: str(path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
         )
         lines = path.read_text().splitlines() if path.exists() else []
-    finally:
-        path.unlink(missing_ok=True)
     reports: dict[str, list[dict[str, object]]] = {}
     for line in lines:
         report = json.loads(line)
@@ -65,14 +71,14 @@ def _run_child(session: pytest.Session) -> dict[str, list[dict[str, object]]]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first test of a parent waits for the whole child, which has its own timeouts."""
-    if not _has_devices():
+    if not _asks_for_devices():
         for item in filter(_is_ours, items):
             item.add_marker(pytest.mark.timeout(1200))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if _has_devices() or not _is_ours(item):
+    if not _is_ours(item) or _has_devices():
         return None
     stash = item.session.stash
     if _child_reports not in stash:

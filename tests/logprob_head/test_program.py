@@ -36,9 +36,18 @@ def test_table_moves_once_and_no_collective_runs_in_a_loop(case: Case, mode: str
     check_quiet_loops(package, case.replace(mode=mode))
 
 
-def test_forward_alone_gathers_once_and_reduces_nothing() -> None:
-    program = run(package, MICRO_BATCH, gradients=False).program()
-    assert (gathers(program, TABLE), reductions(program, TABLE)) == (1, 0)
+@SHARDED
+def test_bfloat16_moves_no_more(mode: str) -> None:
+    case = MICRO_BATCH.replace(mode=mode, dtype="bfloat16")
+    check_table_moves_once(package, case)
+    check_quiet_loops(package, case)
+
+
+@SHARDED
+def test_forward_alone_gathers_once_and_reduces_nothing(mode: str) -> None:
+    program = run(package, MICRO_BATCH.replace(mode=mode), gradients=False).program()
+    moved = TABLE if mode == "local" else TABLE // 2
+    assert (gathers(program, moved), reductions(program, moved)) == (1, 0)
     assert looped_collectives(program) == 0
 
 

@@ -1,5 +1,7 @@
 """Log-probs, entropies and every gradient leaf against float64, per leaf and per token."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -28,6 +30,7 @@ CASES = {
     "expert-context-fsdp": FULL.replace(mesh=orders("expert", "context", "fsdp")),
     "expert-fsdp-context": FULL.replace(mesh=orders("expert", "fsdp", "context")),
     "context of 4 first": FULL.replace(mesh=(("context", 4), ("fsdp", 2), ("expert", 1))),
+    "one device": FULL.replace(mesh=orders("fsdp", "context", "expert", size=1)),
     "no expert axis, 2 rows a device": FULL.replace(mesh=(("context", 4), ("fsdp", 2))),
     "tokens over two axes, not in mesh order": FULL.replace(
         mesh=orders("tensor", "fsdp", "context"),
@@ -57,8 +60,36 @@ def test_float32_agrees_with_float64(name: str, mode: str) -> None:
         checks.check_norm_gradient(package, case)
 
 
+def test_gradients_have_the_dtypes_of_what_they_are_of() -> None:
+    """Float32 master weights and a bfloat16 matmul: the table's gradient is never rounded."""
+    case = FULL.replace(features=64, tokens=128)
+    s = sample(case)
+    hidden = jnp.asarray(s.hidden, jnp.bfloat16)
+    want = expected(case).d_table
+    for mode in ("local", "vocab"):
+        config = package.HeadConfig(
+            chunk_tokens=10,
+            temperature=case.temperature,
+            final_softcap=case.final_softcap,
+            mode=mode,
+            compute_dtype="bfloat16",
+        )
+
+        def objective(
+            params: tuple[jax.Array, ...], config: package.HeadConfig = config
+        ) -> jax.Array:
+            hidden, table, scale = params
+            got = package.token_logprobs(hidden, table, s.targets, config, norm_scale=scale)
+            return jnp.sum(s.a * got.logprobs + s.b * got.entropy)
+
+        with jax.set_mesh(case.make_mesh()):
+            grads = jax.jit(jax.grad(objective))((hidden, s.table, s.norm_scale))
+        assert [g.dtype for g in grads] == [jnp.bfloat16, jnp.float32, jnp.float32]
+        assert leaf_error(np.asarray(grads[1]), want) <= 1e-2
+        assert np.any(grads[1] != grads[1].astype(jnp.bfloat16).astype(jnp.float32))
+
+
 BF16 = Case(dtype="bfloat16", rows=4, tokens=256, features=64, vocab=256, norm=True)
-STEPS = {4: 32, 32: 4}  # steps of the local head's 128 tokens -> chunk size
 
 
 @MODES

@@ -36,7 +36,9 @@ class HeadConfig:
     temperature: logits are divided by it, after the soft-cap.
     final_softcap: logits become cap * tanh(logits / cap); None means no cap.
     mode: "off" = chunked head; "local", "vocab" = one sharded head; "auto" = the cheaper of the two.
-    compute_dtype: dtype of the matmul operands; sums are always float32.
+    compute_dtype: dtype of the matmul operands; sums are always float32. A float32 matmul runs at
+        jax's matmul precision, which on TPU and GPU is lower by default: wrap the call in
+        jax.default_matmul_precision("highest") where full float32 is meant.
     norm_eps: added to the mean square when norm_scale is given.
     row_axes, token_axes: mesh axes that hold the rows and the tokens of each row, major first.
     """
