@@ -117,6 +117,10 @@ class Dispatched(Protocol):
         """Block until it is computed. Raises `DeviceFailure`. Called from the watcher thread."""
         ...
 
+    def peek(self) -> DeviceSpan:
+        """What is known now, without waiting. Raises `DeviceFailure` when it is known to fail."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
