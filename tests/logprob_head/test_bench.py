@@ -6,6 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from trainer_worker.logprob_head.bench import Shape, compare
+
+
+def test_sizes_that_could_not_be_told_apart_are_refused() -> None:
+    shape = Shape(rows=4, tokens=64, vocab=256)
+    with pytest.raises(ValueError, match="give another --vocab"):
+        compare({"fsdp": 2, "context": 2}, shape, repeats=1)
+
 
 def test_the_bench_reports_all_heads(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

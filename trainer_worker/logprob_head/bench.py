@@ -127,7 +127,17 @@ def _place(parameter: jax.Array, mesh: Mesh, config: HeadConfig) -> jax.Array:
 
 
 def compare(axes: dict[str, int], shape: Shape, *, repeats: int) -> list[Measured]:
-    """All heads on one mesh, `repeats` runs each, interleaved."""
+    """All heads on one mesh, `repeats` runs each, interleaved.
+
+    Raises ValueError when a table part and a row group's hidden states have the same size, as
+    table traffic is counted by size.
+    """
+    group = shape.rows * shape.tokens // (axes.get("fsdp", 1) * axes.get("expert", 1))
+    if group in (shape.vocab, shape.vocab // axes.get("context", 1)):
+        raise ValueError(
+            f"vocab {shape.vocab} on mesh {axes} gives table parts of the size of the hidden"
+            f" states ({group} x {shape.features}): give another --vocab, or the counts would mix"
+        )
     devices = np.array(jax.devices()[: prod(axes.values())]).reshape(list(axes.values()))
     mesh = Mesh(devices, list(axes))
     with jax.set_mesh(mesh):
