@@ -277,7 +277,7 @@ class WeightExportEngine(Protocol):
     """Pinned, versioned copies of the weights for samplers."""
 
     def prepare_weight_sync(self, memory_budget_bytes: int) -> int:
-        """Pin the current version (a copy). Returns bytes pinned. Raises `EngineError` over budget."""
+        """Pin the current version (a copy). Returns bytes pinned. Raises `MemoryError` over budget."""
         ...
 
     def export_manifest(self, version: int) -> tuple[TensorInfo, ...]:

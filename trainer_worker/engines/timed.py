@@ -356,7 +356,7 @@ class TimedEngine:
 
     def prepare_weight_sync(self, memory_budget_bytes: int) -> int:
         if len(self._chain) > memory_budget_bytes:
-            raise EngineError(
+            raise MemoryError(
                 f"pinning takes {len(self._chain)} bytes; the budget is {memory_budget_bytes}"
             )
         self._pinned[self._train_step] = self._chain
