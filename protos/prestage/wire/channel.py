@@ -1,0 +1,189 @@
+"""Channel and server settings, in one place for both sides. Addresses: unix:///path or host:port.
+
+Keepalive pings are answered without Python: they show that the process runs, not that it makes
+progress. The client's interval must not be below the server's minimum, or the server ends the
+connection in the middle of a long call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+MAX_MESSAGE_BYTES: Final = 64 << 20
+KEEPALIVE_MS: Final = 60_000
+PING_TIMEOUT_MS: Final = 20_000
+SERVER_MIN_PING_MS: Final = 30_000
+
+Option = tuple[str, int]
+
+_COMMON: Final[tuple[Option, ...]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
+    *_COMMON,
+    ("grpc.enable_retries", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+SERVER_OPTIONS: Final[tuple[Option, ...]] = (
+    *_COMMON,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+class AddressError(ValueError):
+    """An address that cannot be used; names it and the fix."""
+
+
+def unix_path(address: str) -> Path | None:
+    """The socket path of a unix address, else None."""
+    if address.startswith("unix://"):
+        return Path(address.removeprefix("unix://"))
+    if address.startswith("unix:"):
+        return Path(address.removeprefix("unix:"))
+    return None
+
+
+def is_local(address: str) -> bool:
+    """Whether only this host can reach it: a unix socket or a loopback address."""
+    if unix_path(address) is not None:
+        return True
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_address(flag: str, address: str) -> None:
+    """Raises `AddressError` for anything but unix:///path and host:port."""
+    path = unix_path(address)
+    if path is not None:
+        if not path.is_absolute():
+            raise AddressError(f"{flag} is {address!r}: write unix:///absolute/path")
+        if len(str(path)) > 100:
+            raise AddressError(f"{flag} is {address!r}: a socket path has at most 100 characters")
+        if not path.parent.is_dir():
+            raise AddressError(f"{flag} is {address!r}: the folder {path.parent} does not exist")
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise AddressError(f"{flag} is {address!r}: write unix:///path or host:port")
+
+
+def status_address(address: str) -> str:
+    """The default address of the status port: the socket path + `.health`, or port + 1."""
+    path = unix_path(address)
+    if path is not None:
+        return f"unix://{path}.health"
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
+    """A channel without retries. Plain text unless credentials are given."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+
+
+def make_server(
+    threads: int, *, name: str, interceptors: Sequence[grpc.ServerInterceptor] = ()
+) -> grpc.Server:
+    """A server with a pool of its own."""
+    pool = futures.ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
+    return grpc.server(
+        pool,
+        options=SERVER_OPTIONS,
+        interceptors=list(interceptors),
+        maximum_concurrent_rpcs=threads * 4,
+    )
+
+
+def bind(
+    server: grpc.Server,
+    flag: str,
+    address: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
+    """Bind one address, alone. Returns the port (0 for a unix socket). Raises `AddressError`.
+
+    A unix socket gets mode 0600. A socket file that nobody answers on is removed first.
+    """
+    check_address(flag, address)
+    path = unix_path(address)
+    if path is not None:
+        _clear_stale(flag, path)
+    before = os.umask(0o177)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise AddressError(
+            f"{flag}: cannot listen on {address!r}: another process has it, or it is not an address"
+            f" of this host ({error})"
+        ) from error
+    finally:
+        os.umask(before)
+    if path is not None and path.exists() and stat.S_IMODE(path.stat().st_mode) != 0o600:
+        path.chmod(0o600)
+    return 0 if path is not None else port
+
+
+def _clear_stale(flag: str, path: Path) -> None:
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise AddressError(f"{flag}: {path} exists and is no socket; choose another path")
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    probe.settimeout(2.0)
+    try:
+        probe.connect(str(path))
+    except ConnectionRefusedError:
+        path.unlink(missing_ok=True)  # Its process is dead.
+        return
+    except OSError as error:
+        raise AddressError(f"{flag}: {path} cannot be probed: {error}") from error
+    finally:
+        probe.close()
+    raise AddressError(
+        f"{flag}: another process already listens on {path}: stop it, or choose another path"
+    )
+
+
+def tune_allocator() -> bool:
+    """Make glibc keep large buffers instead of giving them back after each message.
+
+    Measured: one stream moves about twice as fast. False where there is no glibc.
+    """
+    m_trim_threshold, m_top_pad, m_mmap_threshold = -1, -2, -3
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = (
+        (m_mmap_threshold, 64 << 20),
+        (m_trim_threshold, 256 << 20),
+        (m_top_pad, 16 << 20),
+    )
+    return all(mallopt(key, value) == 1 for key, value in settings)
