@@ -22,6 +22,8 @@ def generate(target: Path) -> list[Path]:
         f"--python_out={target}",
         f"--pyi_out={target}",
         f"--grpc_python_out={target}",
+        f"--plugin=protoc-gen-mypy_grpc={Path(sys.executable).parent / 'protoc-gen-mypy_grpc'}",
+        f"--mypy_grpc_out=quiet:{target}",
         *(str(source) for source in sources),
     ]
     if protoc.main(arguments) != 0:
