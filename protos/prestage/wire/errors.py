@@ -130,7 +130,7 @@ def classify(error: grpc.RpcError) -> Refusal | Unknown:
     call: object = error
     if not isinstance(call, grpc.Call):
         return Unknown(code=grpc.StatusCode.UNKNOWN, message=str(error))
-    code = call.code() or grpc.StatusCode.UNKNOWN
+    code = call.code()
     message = call.details() or ""
     try:
         status = rpc_status.from_call(call)

@@ -155,13 +155,15 @@ class PutReceiver:
         store: MicroBatchStore,
         limits: WireLimits,
         check: Callable[[pb.PutMicroBatchHeader], None],
+        validate: Callable[[MicroBatch], None],
         *,
         wait_s: float = 600.0,
     ) -> None:
-        """`check` raises for a header of the wrong run, epoch or phase."""
+        """`check` raises for a header of the wrong run, epoch or phase; `validate` for bad values."""
         self._store = store
         self._limits = limits
         self._check = check
+        self._validate = validate
         self._wait_s = wait_s
 
     def take(self, parts: Iterator[Part]) -> pb.PutMicroBatchResponse:
@@ -182,10 +184,12 @@ class PutReceiver:
         try:
             placer = Placer(manifest)
             self._receive(parts, placer, manifest)
+            batch = batch_from(manifest, placer.arrays)
+            self._validate(batch)
         except BaseException:
             self._store.abandon(ref)
             raise
-        self._store.complete(ref, batch_from(manifest, placer.arrays))
+        self._store.complete(ref, batch)
         self._store.verify(ref)
         return pb.PutMicroBatchResponse(stored=True, received_bytes=manifest.total_bytes)
 

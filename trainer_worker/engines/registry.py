@@ -1,0 +1,67 @@
+"""Engines by name. Imports an engine only when it is asked for, so that JAX stays out of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from absl import flags
+
+from prestage.strict_flags import define_finite_float, define_strict_bool
+from trainer_worker.clock import RealClock
+from trainer_worker.engine import EngineParts
+
+ENGINES: Final = ("jax", "timed")
+
+
+class EngineConfigError(Exception):
+    """Engine flags that cannot be used; names the flag, its value and the fix."""
+
+
+_CHECKPOINTS = flags.DEFINE_string("checkpoint_dir", "", "Folder for checkpoints; empty: none.")
+_INFLIGHT = flags.DEFINE_integer(
+    "max_inflight", 2, "Micro-batches dispatched at a time.", lower_bound=1
+)
+_TIMED_FWD_BWD = define_finite_float("timed_fwd_bwd_s", 0.05, "timed: one micro-batch, s.")
+_TIMED_UPDATE = define_finite_float("timed_update_s", 0.01, "timed: one update, s.")
+_TIMED_COPY = define_finite_float("timed_copy_s", 0.02, "timed: one input copy, s.")
+_TIMED_IDLE = define_finite_float(
+    "timed_idle_wait_s", 0.0, "timed: what wait_for_device reads on an idle device, s."
+)
+_TIMED_COMPILE = define_finite_float("timed_compile_s", 0.0, "timed: a compile, s.")
+_TIMED_VOCAB = flags.DEFINE_integer("timed_vocab_size", 0, "timed: vocabulary; 0 = any id.")
+_TIMED_STAGES = define_strict_bool("timed_can_stage", True, "timed: whether it can stage.")
+_TIMED_DEFERS = define_strict_bool("timed_can_defer", True, "timed: whether it can defer.")
+
+
+def _timed() -> EngineParts:
+    from trainer_worker.engines.timed import TimedConfig, create_timed
+
+    try:
+        config = TimedConfig(
+            fwd_bwd_seconds=_TIMED_FWD_BWD.value,
+            update_seconds=_TIMED_UPDATE.value,
+            copy_seconds=_TIMED_COPY.value,
+            idle_wait_seconds=_TIMED_IDLE.value,
+            compile_seconds=_TIMED_COMPILE.value,
+            max_inflight=_INFLIGHT.value,
+            vocab_size=_TIMED_VOCAB.value,
+            can_stage=bool(_TIMED_STAGES.value),
+            can_defer_update=bool(_TIMED_DEFERS.value),
+        )
+    except ValueError as error:
+        raise EngineConfigError(f"engine timed: {error}") from error
+    folder = Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None
+    return create_timed(config, RealClock(), folder)
+
+
+def create_engine(name: str) -> EngineParts:
+    """Build an engine from its flags. Raises `EngineConfigError`."""
+    if name == "timed":
+        return _timed()
+    from trainer_worker.engines.jax_flags import create_from_flags
+
+    return create_from_flags(
+        max_inflight=_INFLIGHT.value,
+        checkpoint_dir=Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None,
+    )

@@ -1,0 +1,100 @@
+"""`trainer_worker`: one trainer behind the step protocol."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from prestage.strict_flags import define_strict_bool
+from prestage.wire.channel import AddressError, tune_allocator
+from trainer_worker.engines.registry import ENGINES, EngineConfigError, create_engine
+from trainer_worker.epoch_file import StateFolderError
+from trainer_worker.server import InsecureAddress, ServerConfig, WorkerServer
+
+log = logging.getLogger("prestage.worker")
+
+_LISTEN = flags.DEFINE_string("listen", None, "Where to serve: unix:///path or host:port.")
+_HEALTH = flags.DEFINE_string(
+    "health_listen", "", "Status port. Default: the socket path + .health, or the port + 1."
+)
+_ENGINE = flags.DEFINE_enum("engine", "jax", ENGINES, "Trainer engine.")
+_STATE_DIR = flags.DEFINE_string("state_dir", "", "Folder for the durable epoch; empty: in memory.")
+_TRACE_DIR = flags.DEFINE_string("trace_dir", "", "Folder for NDJSON traces; empty: none.")
+_STORE = flags.DEFINE_integer(
+    "store_memory_bytes", 4 << 30, "Limit of put micro-batches, bytes.", lower_bound=1
+)
+_STAGING = flags.DEFINE_integer(
+    "staging_memory_bytes", 1 << 30, "Limit of a staged input on the device, bytes.", lower_bound=0
+)
+_SYNC = flags.DEFINE_integer(
+    "weight_sync_memory_bytes", 8 << 30, "Limit of a pinned version, bytes.", lower_bound=0
+)
+_GRACE = flags.DEFINE_float("grace_s", 30.0, "Seconds to finish the running call at SIGTERM.")
+_READY = flags.DEFINE_string("ready_file", "", "Written when serving; empty: none.")
+_INSECURE = define_strict_bool(
+    "insecure", False, "Serve plain text on an address that other hosts can reach."
+)
+
+
+def _config() -> ServerConfig:
+    if not _LISTEN.value:
+        raise AddressError("--listen is not set: give unix:///path or host:port")
+    return ServerConfig(
+        listen=_LISTEN.value,
+        health_listen=_HEALTH.value or "",
+        state_dir=Path(_STATE_DIR.value) if _STATE_DIR.value else None,
+        trace_dir=Path(_TRACE_DIR.value) if _TRACE_DIR.value else None,
+        store_memory_bytes=_STORE.value,
+        staging_memory_bytes=_STAGING.value,
+        weight_sync_memory_bytes=_SYNC.value,
+        insecure=bool(_INSECURE.value),
+        grace_s=_GRACE.value,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        print(f"trainer_worker: unexpected argument {argv[1]!r}; see --help", file=sys.stderr)  # noqa: T201
+        return 2
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    stop = threading.Event()
+    # Before any server runs, so that no SIGTERM is lost.
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    signal.signal(signal.SIGINT, lambda *_: stop.set())
+    tune_allocator()
+    try:
+        config = _config()
+        server = WorkerServer(config, create_engine(_ENGINE.value))
+    except (AddressError, InsecureAddress, StateFolderError, EngineConfigError) as error:
+        print(f"trainer_worker: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    server.start()
+    log.info(
+        "trainer_worker ready: engine %s on %s, status on %s, incarnation %s",
+        _ENGINE.value,
+        config.listen,
+        server.health_address,
+        server.incarnation,
+    )
+    if _READY.value:
+        Path(_READY.value).write_text(server.incarnation)
+    stop.wait()
+    log.info("stopping: finishing the running call")
+    return 0 if server.stop() else 1
+
+
+def run() -> None:
+    """Console script."""
+    app.run(lambda argv: sys.exit(main(argv)))
+
+
+if __name__ == "__main__":
+    run()

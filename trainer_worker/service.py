@@ -1,0 +1,705 @@
+"""The gRPC face of the worker. RPC threads parse, hand a job to the device thread, and wait.
+
+Every answer that is not OK carries ErrorInfo; see prestage/wire/errors.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, NoReturn, TypeVar
+
+import grpc
+
+from prestage.microbatch import MicroBatch
+from prestage.protocol import (
+    FWD_BWD_CALLS,
+    BatchRef,
+    Call,
+    Lifecycle,
+    Reason,
+    Refusal,
+    Request,
+    allowed_calls,
+    check,
+)
+from prestage.state_proto import (
+    lifecycle_to_proto,
+    ref_from_proto,
+    ref_to_proto,
+    step_state_into_proto,
+)
+from prestage.tensor.v1 import tensor_pb2
+from prestage.trace import TraceRecord, TraceWriter
+from prestage.trainer.v1 import trainer_pb2 as pb
+from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
+from prestage.wire.codec import check_run_id
+from prestage.wire.errors import (
+    REASON_OF_ERROR,
+    CodecError,
+    DamagedError,
+    WireError,
+    abort_with,
+)
+from prestage.wire.limits import WireLimits
+from prestage.wire.store import MicroBatchStore, MissingError
+from prestage.wire.stream_plane import PUT_METHOD, Part, PutReceiver, parse_part
+from trainer_worker import sessions
+from trainer_worker.clock import Clock
+from trainer_worker.device_thread import DeviceThread, Draining
+from trainer_worker.engine import CompileSpec, ScoreResult
+from trainer_worker.epoch_file import EpochFile
+from trainer_worker.sessions import CallKey
+from trainer_worker.worker import (
+    BatchDamaged,
+    BatchMissing,
+    CallResult,
+    StepSnapshot,
+    Work,
+    Worker,
+)
+
+log = logging.getLogger("prestage.worker")
+T = TypeVar("T")
+EXPORT_CHUNK_BYTES: Final = 1 << 20
+
+
+class StorePort:
+    """`worker.BatchStore` on top of the wire's store."""
+
+    def __init__(self, store: MicroBatchStore) -> None:
+        self._store = store
+
+    def get(self, ref: BatchRef) -> MicroBatch:
+        try:
+            return self._store.get(ref)
+        except MissingError as error:
+            raise BatchMissing(str(error)) from error
+        except DamagedError as error:
+            raise BatchDamaged(str(error)) from error
+
+    def release_before(self, step: int) -> None:
+        self._store.release_before(step)
+
+    def clear(self) -> None:
+        self._store.clear()
+
+    def stored(self) -> tuple[tuple[BatchRef, ...], int, int]:
+        stats = self._store.stats()
+        return stats.refs, stats.stored_bytes, stats.limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """What the service tells in its capabilities."""
+
+    staging_memory_bytes: int
+    limits: WireLimits
+
+
+class TrainerService(pb_grpc.TrainerWorkerServicer):
+    """One worker behind gRPC."""
+
+    def __init__(
+        self,
+        *,
+        worker: Worker,
+        store: MicroBatchStore,
+        device: DeviceThread,
+        epochs: EpochFile,
+        clock: Clock,
+        config: ServiceConfig,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        self._worker = worker
+        self._store = store
+        self._device = device
+        self._epochs = epochs
+        self._clock = clock
+        self._config = config
+        self._trace = trace
+        self._receiver = PutReceiver(store, config.limits, self._check_put, self._validate)
+        self._lifecycle = Lifecycle.SERVING
+        self._backgrounds: set[threading.Thread] = set()
+        self._open_lock = threading.Lock()
+
+    # -- lifecycle --------------------------------------------------------------------------------
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self._lifecycle
+
+    def drain(self, timeout_s: float) -> bool:
+        """No new call, finish the running one, make the last checkpoint durable."""
+        self._lifecycle = Lifecycle.DRAINING
+        drained = self._device.drain(timeout_s)
+        for thread in list(self._backgrounds):
+            thread.join(timeout=timeout_s)
+        if drained:
+            self._worker.close()
+        return drained
+
+    def _background(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._backgrounds.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._backgrounds.add(thread)
+        thread.start()
+
+    # -- refusing ---------------------------------------------------------------------------------
+
+    def _metadata(self, allowed: tuple[Call, ...] = ()) -> dict[str, str]:
+        step = self._worker.snapshot().session.step
+        names = allowed or allowed_calls(step.phase)
+        return {
+            "phase": step.phase.value,
+            "step": str(step.step),
+            "micro_step": str(step.micro_step),
+            "train_step": str(step.train_step),
+            "staged": "" if step.staged is None else str(step.staged),
+            "allowed": ", ".join(call.value for call in names),
+        }
+
+    def _refuse(self, context: grpc.ServicerContext, refusal: Refusal) -> NoReturn:
+        abort_with(context, refusal.reason, refusal.message, self._metadata(refusal.allowed))
+
+    def _invalid(self, context: grpc.ServicerContext, message: str) -> NoReturn:
+        abort_with(context, Reason.INVALID_REQUEST, message, self._metadata())
+
+    def _run(
+        self,
+        context: grpc.ServicerContext,
+        name: str,
+        work: Callable[[], T],
+        *,
+        front: bool = False,
+    ) -> T:
+        """Run on the device thread and wait, whatever becomes of the caller."""
+        try:
+            future: Future[T] = self._device.submit(name, work, front=front)
+        except Draining:
+            abort_with(
+                context,
+                Reason.DRAINING,
+                "the worker is shutting down: connect to its successor and open the run again",
+                self._metadata(),
+            )
+        return future.result()
+
+    def _sequenced(
+        self,
+        context: grpc.ServicerContext,
+        proto_key: pb.CallKey,
+        request: Request,
+        work: Work | None = None,
+    ) -> CallResult:
+        key = CallKey(
+            run_id=proto_key.run_id,
+            incarnation=proto_key.incarnation,
+            epoch=proto_key.epoch,
+            seq=proto_key.seq,
+            payload_digest=proto_key.payload_digest,
+        )
+        outcome = self._run(
+            context, request.call.value, lambda: self._traced(key, request, work or Work())
+        )
+        if isinstance(outcome, Refusal):
+            self._refuse(context, outcome)
+        if outcome.error is not None:
+            abort_with(context, outcome.error.reason, outcome.error.message, self._metadata())
+        return outcome
+
+    def _traced(self, key: CallKey, request: Request, work: Work) -> CallResult | Refusal:
+        before = self._worker.snapshot().session
+        started_s = self._clock.now()
+        if request.call is Call.COMPILE:
+            self._lifecycle = Lifecycle.COMPILING
+        try:
+            outcome = self._worker.call(key, request, work)
+        finally:
+            if self._lifecycle is Lifecycle.COMPILING:
+                self._lifecycle = Lifecycle.SERVING
+        self._write_trace(key, request, outcome, before, started_s)
+        return outcome
+
+    def _write_trace(
+        self,
+        key: CallKey,
+        request: Request,
+        outcome: CallResult | Refusal,
+        before: sessions.SessionState[CallResult],
+        started_s: float,
+    ) -> None:
+        if self._trace is None:
+            return
+        after = self._worker.snapshot().session
+        if isinstance(outcome, Refusal):
+            result = outcome.reason.value
+        elif outcome.error is not None:
+            result = outcome.error.reason.value
+        else:
+            result = "ok" if after.last_seq != before.last_seq else "replayed"
+        batch = request.batch
+        self._trace.write(
+            TraceRecord(
+                side="worker",
+                call=request.call.value,
+                run_id=key.run_id,
+                epoch=key.epoch,
+                seq=key.seq,
+                incarnation=key.incarnation,
+                step=before.step.step if batch is None else batch.step,
+                index=-1 if batch is None else batch.index,
+                digest="" if batch is None else batch.digest,
+                used_staged_input=isinstance(outcome, CallResult) and outcome.used_staged_input,
+                phase_before=before.step.phase.value,
+                phase_after=after.step.phase.value,
+                train_step_after=after.step.train_step,
+                outcome=result,
+                started_s=started_s,
+                seconds=self._clock.now() - started_s,
+            )
+        )
+
+    # -- always -----------------------------------------------------------------------------------
+
+    def state(self) -> pb.WorkerState:
+        """The state now; waits for nothing."""
+        snapshot = self._worker.snapshot()
+        session = snapshot.session
+        message = pb.WorkerState(
+            lifecycle=lifecycle_to_proto(self._lifecycle),
+            run_id=session.run_id,
+            incarnation=session.incarnation,
+            epoch=session.epoch,
+            last_seq=session.last_seq,
+            durable_step=snapshot.durable_step,
+            compiled=session.compiled,
+            background_failure=snapshot.background_failure,
+            running_call=self._device.busy_with,
+            seconds_since_progress=max(0.0, self._clock.now() - snapshot.progress_s),
+            backend_compiles=snapshot.backend_compiles,
+        )
+        step_state_into_proto(session.step, message)
+        stats = self._store.stats()
+        message.stored.extend(ref_to_proto(ref) for ref in stats.refs)
+        message.stored_bytes = stats.stored_bytes
+        message.store_limit_bytes = stats.limit_bytes
+        return message
+
+    def GetState(
+        self, request: pb.GetStateRequest, context: grpc.ServicerContext
+    ) -> pb.GetStateResponse:
+        if not request.with_parameter_digest:
+            return pb.GetStateResponse(state=self.state())
+        digest = self._run(context, "parameter_digest", self._worker.parameter_digest)
+        state = self.state()
+        state.parameter_digest = digest
+        return pb.GetStateResponse(state=state)
+
+    def GetCapabilities(
+        self, request: pb.GetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> pb.GetCapabilitiesResponse:
+        del request, context
+        parts = self._worker.parts
+        able = parts.training.capabilities
+        return pb.GetCapabilitiesResponse(
+            engine=able.engine,
+            can_stage=able.can_stage,
+            can_defer_update=able.can_defer_update,
+            can_checkpoint=parts.checkpoint is not None,
+            can_export_weights=parts.weights is not None,
+            can_score=parts.scoring is not None,
+            update_waits_for_device=able.update_waits_for_device,
+            optional_fields=able.optional_fields,
+            required_fields=able.required_fields,
+            vocab_size=able.vocab_size,
+            moe_layers=able.moe_layers,
+            top_k=able.top_k,
+            num_experts=able.num_experts,
+            device_kind=able.device_kind,
+            device_count=able.device_count,
+            process_count=able.process_count,
+            row_multiple=able.row_multiple,
+            staging_memory_bytes=self._config.staging_memory_bytes,
+            payload_planes=["stream"],
+            store_limit_bytes=self._store.stats().limit_bytes,
+        )
+
+    def OpenRun(
+        self, request: pb.OpenRunRequest, context: grpc.ServicerContext
+    ) -> pb.OpenRunResponse:
+        try:
+            check_run_id(request.run_id)
+        except CodecError as error:
+            self._invalid(context, str(error))
+
+        def work() -> Refusal | None:
+            session = self._worker.snapshot().session
+            # Judge first: a refused caller must not fence off the one that trains.
+            judged = sessions.open_run(session, request.run_id, session.epoch + 1)
+            if isinstance(judged, Refusal):
+                return judged
+            opened = self._worker.open_run(request.run_id, self._epochs.advance())
+            return opened if isinstance(opened, Refusal) else None
+
+        refusal = self._run(context, "open_run", work, front=True)
+        if refusal is not None:
+            self._refuse(context, refusal)
+        return pb.OpenRunResponse(state=self.state())
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def _batch(self, context: grpc.ServicerContext, message: pb.BatchRef) -> BatchRef:
+        if not message.digest:
+            self._invalid(context, "the call names no micro-batch (field batch, with its digest)")
+        return ref_from_proto(message)
+
+    def Compile(
+        self, request: pb.CompileRequest, context: grpc.ServicerContext
+    ) -> pb.CompileResponse:
+        if request.rows < 1 or request.tokens_per_row < 2:
+            self._invalid(
+                context,
+                f"compile: rows={request.rows} tokens_per_row={request.tokens_per_row};"
+                " use at least 1 row of 2 tokens",
+            )
+        routing = ",".join(str(size) for size in request.routing_shape)
+        fields = tuple(sorted(request.fields))
+        detail = (
+            f"rows={request.rows} tokens_per_row={request.tokens_per_row}"
+            f" fields={','.join(fields)} routing={routing}"
+        )
+        spec = CompileSpec(rows=request.rows, tokens_per_row=request.tokens_per_row, fields=fields)
+        result = self._sequenced(
+            context,
+            request.key,
+            Request(call=Call.COMPILE, detail=detail),
+            Work(compile_spec=spec),
+        )
+        return pb.CompileResponse(
+            seconds=result.seconds,
+            programs=result.programs,
+            idle_wait_seconds=result.idle_wait_seconds,
+        )
+
+    def FwdBwd(self, request: pb.FwdBwdRequest, context: grpc.ServicerContext) -> pb.FwdBwdResponse:
+        if request.defer_update and not request.apply_optimizer:
+            self._invalid(context, "fwd_bwd: defer_update needs apply_optimizer")
+        call = Call.FWD_BWD
+        if request.apply_optimizer:
+            call = Call.FWD_BWD_DEFER if request.defer_update else Call.FWD_BWD_APPLY
+        assert call in FWD_BWD_CALLS
+        result = self._sequenced(
+            context, request.key, Request(call=call, batch=self._batch(context, request.batch))
+        )
+        response = pb.FwdBwdResponse(
+            state=self._state_of(result),
+            dispatch_seconds=result.seconds,
+            used_staged_input=result.used_staged_input,
+        )
+        if result.updated:
+            response.update.CopyFrom(self._outcome(result))
+        return response
+
+    def StageFwdBwd(
+        self, request: pb.StageFwdBwdRequest, context: grpc.ServicerContext
+    ) -> pb.StageFwdBwdResponse:
+        result = self._sequenced(
+            context,
+            request.key,
+            Request(call=Call.STAGE_FWD_BWD, batch=self._batch(context, request.batch)),
+        )
+        return pb.StageFwdBwdResponse(
+            state=self._state_of(result),
+            stage_seconds=result.seconds,
+            device_bytes=result.device_bytes,
+        )
+
+    def ApplyDeferredUpdate(
+        self, request: pb.ApplyDeferredUpdateRequest, context: grpc.ServicerContext
+    ) -> pb.UpdateResponse:
+        result = self._sequenced(context, request.key, Request(call=Call.APPLY_DEFERRED_UPDATE))
+        return pb.UpdateResponse(state=self._state_of(result), update=self._outcome(result))
+
+    def Update(self, request: pb.UpdateRequest, context: grpc.ServicerContext) -> pb.UpdateResponse:
+        result = self._sequenced(context, request.key, Request(call=Call.UPDATE))
+        return pb.UpdateResponse(state=self._state_of(result), update=self._outcome(result))
+
+    def AbortStep(
+        self, request: pb.AbortStepRequest, context: grpc.ServicerContext
+    ) -> pb.AbortStepResponse:
+        result = self._sequenced(context, request.key, Request(call=Call.ABORT_STEP))
+        return pb.AbortStepResponse(state=self._state_of(result))
+
+    def _state_of(self, result: CallResult) -> pb.WorkerState:
+        """The state as it was after the call (a replay answers the first one's)."""
+        session = self._worker.snapshot().session
+        message = pb.WorkerState(
+            lifecycle=lifecycle_to_proto(self._lifecycle),
+            run_id=session.run_id,
+            incarnation=session.incarnation,
+            epoch=session.epoch,
+            last_seq=session.last_seq,
+            compiled=session.compiled,
+            durable_step=self._worker.snapshot().durable_step,
+        )
+        step_state_into_proto(result.state, message)
+        return message
+
+    def _outcome(self, result: CallResult) -> pb.UpdateOutcome:
+        return pb.UpdateOutcome(
+            applied=result.applied,
+            dropless_replays=result.dropless_replays,
+            update_seconds=result.seconds,
+        )
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: grpc.ServicerContext
+    ) -> pb.GetMetricsResponse:
+        count = request.max_steps or 1
+        if count > 128:
+            self._invalid(context, f"get_metrics: max_steps is {count}; at most 128")
+        response = pb.GetMetricsResponse()
+        for step in range(request.from_step, request.from_step + count):
+            kept = self._worker.metrics(request.run_id, request.epoch, step)
+            if isinstance(kept, Refusal):
+                if response.steps and kept.reason is Reason.METRICS_NOT_KEPT:
+                    break
+                self._refuse(context, kept)
+            response.steps.append(self._step_metrics(context, kept))
+        response.next_step = request.from_step + len(response.steps)
+        return response
+
+    def _step_metrics(self, context: grpc.ServicerContext, kept: StepSnapshot) -> pb.StepMetrics:
+        try:
+            values = kept.pending.result()
+        except Exception as error:  # What the device raised in the update.
+            abort_with(
+                context,
+                Reason.ENGINE_FAILED,
+                f"the update of step {kept.step} failed on the device: {error}",
+                self._metadata(),
+            )
+        facts = self._worker.watcher.facts(kept.step)
+        return pb.StepMetrics(
+            step=kept.step,
+            train_step=kept.train_step,
+            applied=kept.applied,
+            values=dict(values),
+            boundary_idle_seconds=facts.idle_seconds,
+            device_wait_seconds=facts.device_wait_seconds,
+            stage_seconds=facts.stage_seconds,
+        )
+
+    def ComputeLogprobs(
+        self, request: pb.ComputeLogprobsRequest, context: grpc.ServicerContext
+    ) -> pb.ComputeLogprobsResponse:
+        scored = self._score(
+            context, request.run_id, request.epoch, request.batch, Call.COMPUTE_LOGPROBS
+        )
+        assert isinstance(scored, ScoreResult)
+        rows, tokens = scored.logprobs.shape
+        return pb.ComputeLogprobsResponse(
+            logprobs=scored.logprobs.astype("<f4").tobytes(), rows=rows, tokens_per_row=tokens
+        )
+
+    def Evaluate(
+        self, request: pb.EvaluateRequest, context: grpc.ServicerContext
+    ) -> pb.EvaluateResponse:
+        values = self._score(context, request.run_id, request.epoch, request.batch, Call.EVALUATE)
+        assert not isinstance(values, ScoreResult)
+        return pb.EvaluateResponse(values=dict(values))
+
+    def _score(
+        self,
+        context: grpc.ServicerContext,
+        run_id: str,
+        epoch: int,
+        batch: pb.BatchRef,
+        call: Call,
+    ) -> ScoreResult | dict[str, float]:
+        ref = self._batch(context, batch)
+        outcome = self._run(
+            context, call.value, lambda: self._worker.score(run_id, epoch, ref, call)
+        )
+        if isinstance(outcome, Refusal):
+            self._refuse(context, outcome)
+        return outcome if isinstance(outcome, ScoreResult) else dict(outcome)
+
+    # -- checkpoints and weights ------------------------------------------------------------------
+
+    def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: grpc.ServicerContext
+    ) -> pb.SaveCheckpointResponse:
+        if len(request.data_cursor) > 1 << 20:
+            self._invalid(context, "save_checkpoint: data_cursor is longer than 1 MiB")
+        result = self._sequenced(
+            context,
+            request.key,
+            Request(call=Call.SAVE_CHECKPOINT, detail=f"data_cursor={request.data_cursor}"),
+            Work(data_cursor=request.data_cursor, background=self._background),
+        )
+        return pb.SaveCheckpointResponse(
+            state=self._state_of(result),
+            step=result.saved_step,
+            snapshot_seconds=result.seconds,
+        )
+
+    def RestoreCheckpoint(
+        self, request: pb.RestoreCheckpointRequest, context: grpc.ServicerContext
+    ) -> pb.RestoreCheckpointResponse:
+        result = self._sequenced(
+            context,
+            request.key,
+            Request(call=Call.RESTORE_CHECKPOINT, detail=f"step={request.step}"),
+            Work(restore_step=None if request.step < 0 else request.step),
+        )
+        response = pb.RestoreCheckpointResponse(state=self._state_of(result))
+        if result.position is not None:
+            response.data_cursor = result.position.data_cursor
+            response.saved_run_id = result.position.run_id
+            response.saved_epoch = result.position.epoch
+            response.saved_last_seq = result.position.last_seq
+        return response
+
+    def PrepareWeightSync(
+        self, request: pb.PrepareWeightSyncRequest, context: grpc.ServicerContext
+    ) -> pb.PrepareWeightSyncResponse:
+        result = self._sequenced(context, request.key, Request(call=Call.PREPARE_WEIGHT_SYNC))
+        return pb.PrepareWeightSyncResponse(
+            state=self._state_of(result),
+            version=result.version,
+            pinned_bytes=result.device_bytes,
+        )
+
+    def ReleaseWeightSync(
+        self, request: pb.ReleaseWeightSyncRequest, context: grpc.ServicerContext
+    ) -> pb.ReleaseWeightSyncResponse:
+        result = self._sequenced(
+            context,
+            request.key,
+            Request(call=Call.RELEASE_WEIGHT_SYNC, detail=f"version={request.version}"),
+            Work(version=request.version),
+        )
+        return pb.ReleaseWeightSyncResponse(state=self._state_of(result))
+
+    def ExportWeights(
+        self, request: pb.ExportWeightsRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.ExportWeightsResponse]:
+        chunk_bytes = request.chunk_bytes or EXPORT_CHUNK_BYTES
+        if chunk_bytes > 4 << 20:
+            self._invalid(context, f"export_weights: chunk_bytes is {chunk_bytes}; at most 4 MiB")
+        refusal = self._worker.fence(
+            request.run_id, request.epoch, Request(call=Call.EXPORT_WEIGHTS)
+        )
+        if refusal is not None:
+            self._refuse(context, refusal)
+        weights = self._worker.parts.weights
+        if weights is None or not self._worker.pinned(request.version):
+            abort_with(
+                context,
+                Reason.VERSION_NOT_PINNED,
+                f"version {request.version} is not pinned: call prepare_weight_sync after its update",
+                self._metadata(),
+            )
+        manifest = pb.WeightManifest(version=request.version)
+        infos = weights.export_manifest(request.version)
+        for info in infos:
+            array = weights.export_tensor(request.version, info.name)
+            manifest.tensors.add(
+                name=info.name,
+                dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{info.dtype.upper()}"),
+                shape=info.shape,
+                digest=info.digest,
+                bytes=array.nbytes,
+            )
+            manifest.total_bytes += array.nbytes
+        yield pb.ExportWeightsResponse(manifest=manifest)
+        for info in infos:
+            flat = weights.export_tensor(request.version, info.name).tobytes()
+            for start in range(0, len(flat), chunk_bytes):
+                yield pb.ExportWeightsResponse(chunk=flat[start : start + chunk_bytes])
+        yield pb.ExportWeightsResponse(end=pb.WeightsEnd(total_bytes=manifest.total_bytes))
+
+    # -- puts -------------------------------------------------------------------------------------
+
+    def _check_put(self, header: tensor_pb2.PutMicroBatchHeader) -> None:
+        session = self._worker.snapshot().session
+        refusal = sessions.fence(
+            session,
+            run_id=header.manifest.id.run_id,
+            epoch=header.epoch,
+            incarnation=header.incarnation,
+        ) or check(session.step, Request(call=Call.PUT_MICRO_BATCH))
+        if refusal is not None:
+            raise _PutRefused(refusal)
+        if header.manifest.id.step < session.step.step:
+            raise CodecError(
+                f"micro-batch of step {header.manifest.id.step}, but step {session.step.step} is"
+                " open: its step closed, so it is not needed"
+            )
+
+    def put(
+        self, parts: Iterator[Part], context: grpc.ServicerContext
+    ) -> tensor_pb2.PutMicroBatchResponse:
+        """PutMicroBatch, behind its own raw (de)serialiser."""
+        if self._lifecycle is Lifecycle.DRAINING:
+            abort_with(context, Reason.DRAINING, "the worker is shutting down", self._metadata())
+        try:
+            return self._receiver.take(parts)
+        except _PutRefused as error:
+            self._refuse(context, error.refusal)
+        except WireError as error:
+            abort_with(context, REASON_OF_ERROR[type(error)], str(error), self._metadata())
+
+
+class _PutRefused(Exception):
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+
+class _RawParts:
+    """Parses lazily, so that a malformed message is answered like any other bad upload."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+
+    def __iter__(self) -> Iterator[Part]:
+        return self
+
+    def __next__(self) -> Part:
+        return parse_part(next(self._messages))
+
+
+def add_to_server(service: TrainerService, server: grpc.Server) -> None:
+    """Register the service, with PutMicroBatch on its raw handler."""
+
+    def put(
+        messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> tensor_pb2.PutMicroBatchResponse:
+        return service.put(iter(_RawParts(messages)), context)
+
+    handler: grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse] = (
+        grpc.stream_unary_rpc_method_handler(
+            put,
+            request_deserializer=None,
+            response_serializer=tensor_pb2.PutMicroBatchResponse.SerializeToString,
+        )
+    )
+    service_name, _, method = PUT_METHOD.strip("/").rpartition("/")
+    # The first handler that knows a method answers it.
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service_name, {method: handler}),)
+    )
+    pb_grpc.add_TrainerWorkerServicer_to_server(service, server)
