@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -41,12 +41,14 @@ from prestage.wire.errors import (
     REASON_OF_ERROR,
     CodecError,
     DamagedError,
+    InvalidTensor,
     WireError,
     abort_with,
 )
 from prestage.wire.limits import WireLimits
 from prestage.wire.store import MicroBatchStore, MissingError
-from prestage.wire.stream_plane import PUT_METHOD, Part, PutReceiver, parse_part
+from prestage.wire.stream_plane import Part, PutReceiver, parse_part
+from prestage.wire.validate import check_values
 from trainer_worker import sessions
 from trainer_worker.clock import Clock
 from trainer_worker.device_thread import DeviceThread, Draining
@@ -65,6 +67,7 @@ from trainer_worker.worker import (
 log = logging.getLogger("prestage.worker")
 T = TypeVar("T")
 EXPORT_CHUNK_BYTES: Final = 1 << 20
+RawPutHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse]"
 
 
 class StorePort:
@@ -649,6 +652,16 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 " open: its step closed, so it is not needed"
             )
 
+    def _validate(self, batch: MicroBatch) -> None:
+        able = self._worker.parts.training.capabilities
+        check_values(batch, vocab_size=able.vocab_size, num_experts=able.num_experts)
+        missing = sorted(set(able.required_fields) - set(batch.arrays))
+        if missing:
+            raise InvalidTensor(
+                f"micro-batch {batch.id}: field {missing[0]!r} is missing; engine {able.engine}"
+                " insists on it"
+            )
+
     def put(
         self, parts: Iterator[Part], context: grpc.ServicerContext
     ) -> tensor_pb2.PutMicroBatchResponse:
@@ -682,6 +695,24 @@ class _RawParts:
         return parse_part(next(self._messages))
 
 
+class _WithRawPut:
+    """Stands in for the server while the generated code registers: swaps PutMicroBatch's handler."""
+
+    def __init__(self, server: grpc.Server, handler: RawPutHandler) -> None:
+        self._server = server
+        self._handler = handler
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        del handlers  # The registered handlers below know every method.
+
+    def add_registered_method_handlers(
+        self, service_name: str, method_handlers: Mapping[str, RawPutHandler]
+    ) -> None:
+        handlers = {**method_handlers, "PutMicroBatch": self._handler}
+        generic = grpc.method_handlers_generic_handler(service_name, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+
+
 def add_to_server(service: TrainerService, server: grpc.Server) -> None:
     """Register the service, with PutMicroBatch on its raw handler."""
 
@@ -690,16 +721,10 @@ def add_to_server(service: TrainerService, server: grpc.Server) -> None:
     ) -> tensor_pb2.PutMicroBatchResponse:
         return service.put(iter(_RawParts(messages)), context)
 
-    handler: grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse] = (
-        grpc.stream_unary_rpc_method_handler(
-            put,
-            request_deserializer=None,
-            response_serializer=tensor_pb2.PutMicroBatchResponse.SerializeToString,
-        )
+    handler: RawPutHandler = grpc.stream_unary_rpc_method_handler(
+        put,
+        request_deserializer=None,
+        response_serializer=tensor_pb2.PutMicroBatchResponse.SerializeToString,
     )
-    service_name, _, method = PUT_METHOD.strip("/").rpartition("/")
-    # The first handler that knows a method answers it.
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler(service_name, {method: handler}),)
-    )
-    pb_grpc.add_TrainerWorkerServicer_to_server(service, server)
+    stand_in = cast(grpc.Server, _WithRawPut(server, handler))
+    pb_grpc.add_TrainerWorkerServicer_to_server(service, stand_in)
