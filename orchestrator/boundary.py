@@ -11,8 +11,9 @@ the worker carried the call out. The state is read; then
 
 - another incarnation: the run is opened again, and the worker's position decides;
 - the call was admitted: the same key is sent again, which returns (or joins) the first result;
-- it was not, and it is a stage: staging latches off, and the update takes the seq of the stage, so
-  that a stage that is still on its way is refused when it arrives;
+- it was not, and it is a stage: staging latches off, and the next call takes the seq of the stage,
+  so that a stage that is still on its way is refused when it arrives; if it arrives before that call
+  after all, the call is refused (its key is used), the stage counts as done and the call goes again;
 - it was not, and it is anything else: the same key is sent again.
 """
 
@@ -96,6 +97,7 @@ class BoundaryState:
     must_restore: bool = False  # The worker's weights are not this run's position: restore.
     outstanding: Send | Local | None = None
     lost: Send | None = None  # The call being settled.
+    given_up: Send | None = None  # A lost, unseen stage whose seq the next call takes.
     failure: str = ""
     notes: tuple[Note, ...] = ()  # Of the last event only.
 
@@ -191,7 +193,7 @@ def _request(sent: Send) -> Request:
 
 def _on_done(state: BoundaryState, sent: Send, done: Done) -> BoundaryState:
     if sent.seq:
-        state = replace(state, next_seq=max(state.next_seq, sent.seq + 1))
+        state = replace(state, next_seq=max(state.next_seq, sent.seq + 1), given_up=None)
     match sent.call:
         case Call.OPEN_RUN:
             assert done.view is not None
@@ -302,7 +304,8 @@ def _on_settled(state: BoundaryState, view: WorkerView) -> BoundaryState:
             " staging is off for the rest of the run",
         )
         if view.last_seq < lost.seq:
-            return replace(state, lost=None)  # Unseen: the next call takes its seq.
+            # Unseen: the next call takes its seq.
+            return replace(state, lost=None, given_up=lost)
     return _note(
         state, NoteKind.RESENT, lost.step, f"{lost.line} (seq {lost.seq}) is sent again, same key"
     )
@@ -340,6 +343,7 @@ def _on_opened(state: BoundaryState, view: WorkerView) -> BoundaryState:
         must_open=False,
         compiled=view.compiled,
         lost=None,
+        given_up=None,
     )
     if view.state.phase is Phase.FAILED or state.must_restore:
         # Nothing is assumed about what the worker holds until it aborted or restored.
@@ -384,6 +388,9 @@ def _on_refused(state: BoundaryState, sent: Send, event: Refused) -> BoundarySta
     reason = event.reason
     if reason in (Reason.STALE_INCARNATION, Reason.NO_RUN):
         return _reconnect(state)
+    late_stage = state.given_up
+    if late_stage is not None and reason is Reason.KEY_REUSED and sent.seq == late_stage.seq:
+        return _on_late_stage(state, late_stage)
     if sent.call is Call.STAGE_FWD_BWD and reason is Reason.STAGING_MEMORY:
         return _latch(
             replace(state, lost=None, mode=Mode.RUN),
@@ -397,6 +404,23 @@ def _on_refused(state: BoundaryState, sent: Send, event: Refused) -> BoundarySta
     if skip is not None and skip[0] is reason:
         return _paid(_note(state, NoteKind.METRICS_LOST, sent.step, event.message), skip[1])
     return _failed(state, f"{sent.line} was refused: {reason.value}: {event.message}")
+
+
+def _on_late_stage(state: BoundaryState, stage: Send) -> BoundaryState:
+    """A stage that was given up arrived before the call that was to take its seq."""
+    state = _note(
+        state,
+        NoteKind.STAGE_ARRIVED,
+        stage.step - 1,
+        f"the stage of micro-batch ({stage.step}, 0) arrived late: it is used, and the call that"
+        " had taken its seq is sent with the next one",
+    )
+    return replace(
+        state,
+        mirror=protocol_advance(state.mirror, _request(stage)),
+        next_seq=stage.seq + 1,
+        given_up=None,
+    )
 
 
 def _on_no_checkpoint(state: BoundaryState) -> BoundaryState:

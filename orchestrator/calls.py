@@ -181,6 +181,7 @@ Event = Start | Done | LocalDone | Lost | Refused | Raised | Ready | SourceEnded
 
 class NoteKind(enum.Enum):
     STAGE_LOST = "stage_lost"  # Fell back to an unstaged send; latched.
+    STAGE_ARRIVED = "stage_arrived_late"  # A lost stage came through after all and is used.
     STAGE_REFUSED = "stage_refused"  # The worker refused to stage; latched.
     LATCHED_NOTHING_HIDDEN = "latched_nothing_hidden"
     STAGE_OUTLASTED = "stage_outlasted_compute"  # The update waited for the stage.
