@@ -345,6 +345,9 @@ def _on_opened(state: BoundaryState, view: WorkerView) -> BoundaryState:
         lost=None,
         given_up=None,
     )
+    if view.durable_step > view.state.step:
+        # A new worker process: the run's position is its newest checkpoint, whoever asks.
+        state = replace(state, must_restore=True)
     if view.state.phase is Phase.FAILED or state.must_restore:
         # Nothing is assumed about what the worker holds until it aborted or restored.
         return replace(
