@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ def make_batch(shape: SyntheticShape, run_id: str, step: int, index: int) -> Mic
     positions = np.zeros((rows, tokens), np.int32)
     mask = np.zeros((rows, tokens), np.uint8)
     real = rows - padding
-    for number, (start, end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True), start=1):
+    for number, (start, end) in enumerate(itertools.pairwise(cuts), start=1):
         segment_ids[:real, start:end] = number
         positions[:real, start:end] = np.arange(end - start)
         mask[:real, start + 1 : end] = 1

@@ -1,0 +1,212 @@
+"""One run from config to result: builds the parts, drives the runner, reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from tqdm import tqdm
+
+from orchestrator.boundary import BoundaryState
+from orchestrator.bringup import check_shape, reach, resolve_staging
+from orchestrator.calls import Note
+from orchestrator.clock import RealClock
+from orchestrator.feeder import Feeder, StepSource
+from orchestrator.flags import OrchestratorConfig
+from orchestrator.ports import Answer
+from orchestrator.put_client import StreamPut
+from orchestrator.report import lines_of, table
+from orchestrator.runner import Patience, Runner
+from orchestrator.steps import StepBook, StepRecord
+from orchestrator.trainer_client import RunShape, TrainerClient
+from prestage.trace import TraceRecord, TraceWriter
+from prestage.wire.channel import open_channel
+
+log = logging.getLogger("prestage.orchestrator")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What one run ended with."""
+
+    records: tuple[StepRecord, ...]
+    parameter_digest: str
+    backend_compiles_in_steps: int
+    notes: tuple[str, ...]
+
+
+class _Tracer:
+    """Writes every call; remembers the notes."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._writer = None
+        self.notes: list[str] = []
+        if folder is not None:
+            self._writer = TraceWriter(
+                folder / "orchestrator.ndjson",
+                side="orchestrator",
+                clock_origin_s=time.time() - time.monotonic(),
+            )
+
+    def on_call(self, record: TraceRecord, answer: Answer) -> None:
+        del answer
+        if self._writer is not None:
+            self._writer.write(record)
+
+    def on_note(self, note: Note) -> None:
+        self.notes.append(f"{note.kind.value} at step {note.step}: {note.text}")
+
+    def on_state(self, state: BoundaryState) -> None:
+        del state
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _Progress:
+    """The progress bar and the step lines."""
+
+    def __init__(self, num_steps: int, *, show: bool, name: str) -> None:
+        self._bar = tqdm(total=num_steps, desc=name, unit="step", file=sys.stderr, disable=not show)
+
+    def __call__(self, book: StepBook, step: int) -> None:
+        record = book.get(step)
+        for line in lines_of(record):
+            log.info("%s", line)
+        loss = record.metrics.get("loss")
+        if loss is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+SourceFactory = Callable[[OrchestratorConfig, int], tuple[StepSource, RunShape]]
+
+
+def run(config: OrchestratorConfig, make_source: SourceFactory) -> RunResult:
+    """Train one run. Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`."""
+    for note in config.notes:
+        log.warning("%s", note)
+    channel = open_channel(config.trainer)
+    try:
+        return _run(config, make_source, channel)
+    finally:
+        channel.close()
+
+
+def _run(
+    config: OrchestratorConfig, make_source: SourceFactory, channel: grpc.Channel
+) -> RunResult:
+    probe = TrainerClient(
+        channel, run_id=config.run_id, shape=RunShape(rows=1, tokens_per_row=2, fields=())
+    )
+    able = reach(probe, config.trainer, config.trainer_wait_s)
+    plan = dataclasses.replace(
+        config.plan,
+        stage=resolve_staging(config.staging, able, before_update=config.plan.stage_before_update),
+        dispatch_before_metrics=False,
+    )
+    plan = dataclasses.replace(
+        plan, dispatch_before_metrics=config.plan.dispatch_before_metrics and plan.stage
+    )
+    source, shape = make_source(config, config.vocab_size or able.vocab_size)
+    check_shape(able, config.rows, shape.fields)
+    client = TrainerClient(channel, run_id=config.run_id, shape=shape)
+    sender = StreamPut(channel, lambda: (client.epoch, client.incarnation))
+    feeder = Feeder(source, sender)
+    tracer = _Tracer(config.trace_dir)
+    progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
+    compiles = _CompileCount(client)
+    try:
+        runner = Runner(
+            run_id=config.run_id,
+            plan=plan,
+            trainer=client,
+            feeder=feeder,
+            clock=RealClock(),
+            observers=(tracer, compiles),
+            patience=Patience(data_s=config.data_wait_s),
+            on_bookkeeping=progress,
+        )
+        book = runner.run()
+        _read_again(client, book)
+        result = RunResult(
+            records=book.records(),
+            parameter_digest=client.parameter_digest(),
+            backend_compiles_in_steps=compiles.in_steps(),
+            notes=tuple(tracer.notes),
+        )
+    finally:
+        feeder.close()
+        progress.close()
+        tracer.close()
+    if config.result_file is not None:
+        write_result(config.result_file, result)
+    return result
+
+
+class _CompileCount:
+    """Backend compiles between the end of Compile and the end of the run: must be 0."""
+
+    def __init__(self, client: TrainerClient) -> None:
+        self._client = client
+        self._after_compile = -1
+
+    def on_call(self, record: TraceRecord, answer: Answer) -> None:
+        del answer
+        if record.call == "compile" and record.outcome == "ok":
+            self._after_compile = self._client.backend_compiles()
+
+    def on_note(self, note: Note) -> None:
+        del note
+
+    def on_state(self, state: BoundaryState) -> None:
+        del state
+
+    def in_steps(self) -> int:
+        if self._after_compile < 0:
+            return 0  # An earlier process compiled.
+        return self._client.backend_compiles() - self._after_compile
+
+
+def _read_again(client: TrainerClient, book: StepBook) -> None:
+    """Boundary idle is known only once the next step has started: read the kept steps again."""
+    records = book.records()
+    for record in records[-128:]:
+        for facts in client.read_metrics(record.step, 1):
+            book.measured(facts)
+
+
+def write_result(path: Path, result: RunResult) -> None:
+    """The run's result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    steps = []
+    for record in result.records:
+        entry = dataclasses.asdict(record)
+        entry["seconds"] = record.seconds
+        steps.append(entry)
+    text = {
+        "parameter_digest": result.parameter_digest,
+        "backend_compiles_in_steps": result.backend_compiles_in_steps,
+        "notes": list(result.notes),
+        "steps": steps,
+    }
+    path.write_text(json.dumps(text, indent=1, sort_keys=True) + "\n")
+
+
+def summary_text(result: RunResult) -> str:
+    """What is printed at the end of a run."""
+    lines = [line for record in result.records for line in lines_of(record)]
+    lines += ["", table(result.records), "", f"parameter digest: {result.parameter_digest}"]
+    lines.append(f"backend compiles inside steps: {result.backend_compiles_in_steps}")
+    lines += [f"note: {note}" for note in result.notes]
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""The orchestrator's flags and environment, parsed strictly into one frozen config.
+
+Precedence for every key: an explicit flag, then the environment, then the default. A conflict
+between flag and environment is returned as a note.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from absl import flags
+
+from orchestrator.plan import PlanError, RunPlan
+from prestage.strict_flags import (
+    define_finite_float,
+    define_strict_bool,
+    environment_bool,
+    parse_strict_bool,
+)
+from prestage.wire.channel import check_address
+from prestage.wire.codec import check_run_id
+from prestage.wire.errors import CodecError
+
+
+class ConfigError(ValueError):
+    """Flags that cannot be used; names the flag, its value and the fix."""
+
+
+class Staging(enum.Enum):
+    """--stage_next_microbatch: `auto` warns and runs unstaged where the worker cannot stage."""
+
+    OFF = "off"
+    ON = "on"
+    AUTO = "auto"
+
+
+PIPELINE_ENV: Final = "PIPELINE_STEP_BOUNDARY"
+STAGE_ENV: Final = "STAGE_NEXT_MICROBATCH"
+
+
+class _StagingParser(flags.ArgumentParser[str]):
+    def parse(self, argument: str | bool) -> str:
+        return _staging("--stage_next_microbatch", str(argument)).value
+
+    def flag_type(self) -> str:
+        return "on, off or auto"
+
+
+def _staging(name: str, text: str) -> Staging:
+    if text.strip().lower() == "auto":
+        return Staging.AUTO
+    try:
+        return Staging.ON if parse_strict_bool(name, text) else Staging.OFF
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from error
+
+
+class _StagingFlag(flags.Flag[str]):
+    def __init__(self) -> None:
+        super().__init__(
+            parser=_StagingParser(),
+            serializer=flags.ArgumentSerializer(),
+            name="stage_next_microbatch",
+            default="off",
+            help_string="Stage the next step's first micro-batch: on, off or auto (needs"
+            " --pipeline_step_boundary).",
+            boolean=True,
+        )
+
+
+TRAINER = flags.DEFINE_string("trainer", None, "The worker: unix:///path or host:port.")
+ROLLOUTS = flags.DEFINE_string("rollouts", None, "Recorded rollouts, a Parquet file.")
+RUN_ID = flags.DEFINE_string("run_id", "run", "Name of the run.")
+NUM_STEPS = flags.DEFINE_integer("num_steps", 4, "Optimizer steps.")
+ROWS = flags.DEFINE_integer("rows", 4, "Rows of a micro-batch.")
+TOKENS = flags.DEFINE_integer("tokens_per_row", 1024, "Tokens per row.")
+GROUPS = flags.DEFINE_integer("groups_per_batch", 4, "Rollout groups of one rollout batch.")
+GROUP_SIZE = flags.DEFINE_integer("group_size", 8, "Trajectories of a group.")
+MINIBATCHES = flags.DEFINE_integer(
+    "num_minibatches", 1, "Optimizer steps that share a rollout batch out between them."
+)
+ITERATIONS = flags.DEFINE_integer("num_iterations", 1, "Times that a rollout batch is trained.")
+ADVANTAGE = flags.DEFINE_enum(
+    "advantage", "grpo", ("grpo", "dr_grpo", "rloo"), "Advantage estimator."
+)
+ADVANTAGE_STD = flags.DEFINE_enum(
+    "advantage_std", "population", ("population", "sample"), "Standard deviation of a group."
+)
+ZERO_SPREAD = flags.DEFINE_enum(
+    "zero_spread", "keep", ("keep", "drop"), "Groups whose rewards are all equal."
+)
+OLD_LOGPROBS = flags.DEFINE_enum(
+    "old_logprobs",
+    "current",
+    ("current", "sampler", "trainer"),
+    "The importance ratio's denominator; must match the worker's.",
+)
+VOCAB = flags.DEFINE_integer("vocab_size", 0, "Token ids below this; 0 = the worker's.")
+PIPELINE = define_strict_bool(
+    "pipeline_step_boundary", False, f"Pipeline the step boundary (environment: {PIPELINE_ENV})."
+)
+flags.DEFINE_flag(_StagingFlag())
+BEFORE_UPDATE = define_strict_bool("stage_before_update", True, "Stage before the update.")
+ZERO_GAP = define_strict_bool(
+    "dispatch_before_metrics", False, "Dispatch the staged input before reading the metrics."
+)
+CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 0, "Steps; 0 = never.")
+SYNC_EVERY = flags.DEFINE_integer("weight_sync_every", 0, "Steps; 0 = never.")
+VAL_START = flags.DEFINE_integer(
+    "val_start_step", 0, "Checkpoints from this step (from 1) are scored: not staged; 0 = none."
+)
+LATCH_AFTER = flags.DEFINE_integer(
+    "latch_after", 3, "Boundaries in a row that hid nothing before staging turns itself off."
+)
+LATCH_HIDDEN = define_finite_float(
+    "latch_hidden_seconds", 0.05, "A stage that hid less than this hid nothing, s."
+)
+TRAINER_WAIT = define_finite_float("trainer_wait_s", 60.0, "Wait for the worker to come up, s.")
+DATA_WAIT = define_finite_float("data_wait_s", 3600.0, "Wait for the next micro-batch, s.")
+TRACE_DIR = flags.DEFINE_string("trace_dir", "", "Folder for NDJSON traces; empty: none.")
+RESULT = flags.DEFINE_string("result_file", "", "Where to write the run's result as JSON.")
+PROGRESS = define_strict_bool("progress", True, "Show a progress bar on the terminal.")
+METRICS_PORT = flags.DEFINE_integer("metrics_port", 0, "Prometheus metrics; 0 = off.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrchestratorConfig:
+    """Everything one run is told."""
+
+    trainer: str
+    rollouts: Path
+    run_id: str
+    plan: RunPlan  # With `stage` as asked; `staging` says whether it may fall back.
+    staging: Staging
+    rows: int
+    tokens_per_row: int
+    groups_per_batch: int
+    group_size: int
+    num_minibatches: int
+    num_iterations: int
+    advantage: str
+    advantage_std: str
+    zero_spread: str
+    old_logprobs: str
+    vocab_size: int
+    trainer_wait_s: float
+    data_wait_s: float
+    trace_dir: Path | None
+    result_file: Path | None
+    progress: bool
+    metrics_port: int
+    notes: tuple[str, ...] = ()
+
+
+def _positive(name: str, value: int, least: int = 1) -> int:
+    if value < least:
+        raise ConfigError(f"--{name} is {value}; use {least} or more")
+    return value
+
+
+def _switches(environment: Mapping[str, str]) -> tuple[bool, Staging, tuple[str, ...]]:
+    """Pipelining and staging, by the one rule of precedence."""
+    values = flags.FLAGS
+    notes: list[str] = []
+    pipeline = bool(PIPELINE.value)
+    from_env = environment_bool(environment, PIPELINE_ENV)
+    if from_env is not None:
+        if values["pipeline_step_boundary"].present:
+            if from_env != pipeline:
+                notes.append(
+                    f"--pipeline_step_boundary={pipeline} overrides {PIPELINE_ENV}={from_env}"
+                )
+        else:
+            pipeline = from_env
+    staging = Staging(values["stage_next_microbatch"].value)
+    present = bool(values["stage_next_microbatch"].present)
+    text = environment.get(STAGE_ENV)
+    if text is not None:
+        wanted = _staging(f"environment variable {STAGE_ENV}", text)
+        if not present:
+            staging = wanted
+        elif wanted is not staging:
+            notes.append(
+                f"--stage_next_microbatch={staging.value} overrides {STAGE_ENV}={wanted.value}"
+            )
+    elif from_env and not present and not values["pipeline_step_boundary"].present:
+        staging = Staging.ON  # The recipe's switch: staging follows pipelining unless set.
+    return pipeline, staging, tuple(notes)
+
+
+def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
+    """Build the config. Raises `ConfigError` or `ValueError` naming the flag."""
+    if not TRAINER.value:
+        raise ConfigError(
+            "--trainer is not set: give the worker's address, unix:///path or host:port"
+        )
+    if not ROLLOUTS.value:
+        raise ConfigError("--rollouts is not set: give a Parquet file of recorded rollouts")
+    check_address("--trainer", TRAINER.value)
+    rollouts = Path(ROLLOUTS.value)
+    if not rollouts.is_file():
+        raise ConfigError(f"--rollouts {rollouts} is no file")
+    try:
+        check_run_id(RUN_ID.value or "")
+    except CodecError as error:
+        raise ConfigError(f"--{error}") from error
+    pipeline, staging, notes = _switches(environment)
+    try:
+        plan = RunPlan(
+            num_steps=_positive("num_steps", NUM_STEPS.value),
+            pipeline=pipeline,
+            stage=staging is not Staging.OFF,
+            stage_before_update=bool(BEFORE_UPDATE.value),
+            dispatch_before_metrics=bool(ZERO_GAP.value),
+            checkpoint_every=CHECKPOINT_EVERY.value,
+            weight_sync_every=SYNC_EVERY.value,
+            val_start_step=VAL_START.value,
+            trainer_logprobs=OLD_LOGPROBS.value == "trainer",
+            latch_after=LATCH_AFTER.value,
+            latch_hidden_seconds=LATCH_HIDDEN.value,
+        )
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+    return OrchestratorConfig(
+        trainer=TRAINER.value,
+        rollouts=rollouts,
+        run_id=RUN_ID.value or "",
+        plan=plan,
+        staging=staging,
+        rows=_positive("rows", ROWS.value),
+        tokens_per_row=_positive("tokens_per_row", TOKENS.value, 2),
+        groups_per_batch=_positive("groups_per_batch", GROUPS.value),
+        group_size=_positive("group_size", GROUP_SIZE.value),
+        num_minibatches=_positive("num_minibatches", MINIBATCHES.value),
+        num_iterations=_positive("num_iterations", ITERATIONS.value),
+        advantage=ADVANTAGE.value or "",
+        advantage_std=ADVANTAGE_STD.value or "",
+        zero_spread=ZERO_SPREAD.value or "",
+        old_logprobs=OLD_LOGPROBS.value or "",
+        vocab_size=VOCAB.value,
+        trainer_wait_s=TRAINER_WAIT.value,
+        data_wait_s=DATA_WAIT.value,
+        trace_dir=Path(TRACE_DIR.value) if TRACE_DIR.value else None,
+        result_file=Path(RESULT.value) if RESULT.value else None,
+        progress=bool(PROGRESS.value),
+        metrics_port=METRICS_PORT.value,
+        notes=notes,
+    )
