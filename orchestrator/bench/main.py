@@ -1,0 +1,23 @@
+"""`orchestrator bench COMMAND`: benchmarks and proof tools."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+COMMANDS: Final = {
+    "run": ("orchestrator.bench.run", "the main job: recorded rollouts, flags off and on"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] not in COMMANDS:
+        print("usage: orchestrator bench COMMAND [flags]\n", file=sys.stderr)
+        for name, (_, text) in COMMANDS.items():
+            print(f"  {name:<10} {text}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    command = cast(Callable[[Sequence[str]], int], module.main)
+    return command(argv[1:])
