@@ -44,6 +44,10 @@ types: $(VENV)/.dev-ready
 protos: $(VENV)/.dev-ready
 	$(BIN)/python -m tests.generate_stubs
 
+# Every order of faults within a bound: what CI walks, and deeper (about an hour).
+walk: $(VENV)/.dev-ready
+	$(BIN)/python -m tests.walk --deep
+
 bench: $(VENV)/.dev-ready
 	$(BIN)/orchestrator bench all --out=$(OUT)/bench
 

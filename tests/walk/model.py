@@ -204,7 +204,8 @@ class Model:
         worker, ledger = self.workers.values[world.worker], self.ledgers.values[world.ledger]
         if isinstance(action, Fail):
             fenced = worker.session.epoch != state.epoch and state.epoch > 0
-            if world.failed_before or worker.session.step.parameters_suspect or fenced:
+            suspect = state.mirror.parameters_suspect or worker.session.step.parameters_suspect
+            if world.failed_before or suspect or fenced:
                 return ()
             return (f"the run ended with an error that nothing explains: {action.why}",)
         if not isinstance(action, Finish):
@@ -338,7 +339,7 @@ class Model:
                 worker=self.workers.number(delivery.worker),
                 event=-1 if delivery.reply is None else self.events.number(delivery.reply),
                 delivery=delivery,
-                broken=_version(delivery.worker),
+                broken=delivery.broken or _version(delivery.worker),
             )
             self._delivered[key] = found
         ledger, broken = self._observe(world.ledger, found)

@@ -193,7 +193,10 @@ def deliver(worker: Worker, message: Message, how: How = How.WELL) -> Delivery:
     desk = _Desk(message)
     if message.call is Call.GET_STATE:  # Answered from a snapshot, whatever runs.
         return Delivery(worker=worker, reply=Done(view=view(worker)))
-    worker = _finish_running(worker, message, desk)
+    broken = _joins(worker, message)
+    if broken:
+        return Delivery(worker=worker, reply=None, broken=broken)
+    worker = _finish_running(worker, desk)
     if message.call in SEQUENCED_CALLS or message.call is Call.OPEN_RUN:
         worker = _find_device_failure(worker)
     if message.call is Call.OPEN_RUN:
@@ -237,7 +240,37 @@ def _read(worker: Worker, message: Message) -> Reply:
     return Done()
 
 
-def _finish_running(worker: Worker, message: Message, desk: _Desk) -> Worker:
+def _key(message: Message) -> CallKey:
+    return CallKey(
+        run_id=RUN,
+        incarnation=message.incarnation,
+        epoch=message.epoch,
+        seq=message.seq,
+        payload_digest=message.request.payload_digest,
+    )
+
+
+def _joins(worker: Worker, message: Message) -> tuple[str, ...]:
+    """The same key while its call runs waits for that call; it is not judged anew."""
+    session = worker.session
+    running = session.running
+    if running is None or message.call not in SEQUENCED_CALLS:
+        return ()
+    same = (message.incarnation, message.epoch, message.seq) == (
+        session.incarnation,
+        session.epoch,
+        session.last_seq,
+    ) and running.fingerprint == message.request.fingerprint
+    joined = isinstance(sessions.admit(session, _key(message), message.request), Join)
+    if joined != same:
+        return (
+            f"each-call-carried-out-once: {message} {'joined' if joined else 'did not join'}"
+            f" {running.fingerprint}",
+        )
+    return ()
+
+
+def _finish_running(worker: Worker, desk: _Desk) -> Worker:
     """One device thread: what runs ends before another call begins."""
     running = worker.session.running
     if running is None:
@@ -253,7 +286,6 @@ def _finish_running(worker: Worker, message: Message, desk: _Desk) -> Worker:
         epoch=worker.session.epoch,
         incarnation=worker.session.incarnation,
     )
-    del message
     return _execute(worker, late, running, How.WELL, desk)[0]
 
 
@@ -267,15 +299,8 @@ def _find_device_failure(worker: Worker) -> Worker:
 
 def _sequenced(worker: Worker, message: Message, how: How, desk: _Desk) -> Delivery:
     session = worker.session
-    key = CallKey(
-        run_id=RUN,
-        incarnation=message.incarnation,
-        epoch=message.epoch,
-        seq=message.seq,
-        payload_digest="",
-    )
     request = message.request
-    admission = sessions.admit(session, key, request)
+    admission = sessions.admit(session, _key(message), request)
     assert not isinstance(admission, Join), "what ran has ended before this was judged"
     if isinstance(admission, Replay):
         desk.add(worker, worker, "replayed")
