@@ -42,7 +42,7 @@ from orchestrator.invariants import (
     observe,
 )
 from orchestrator.plan import RunPlan
-from prestage.protocol import SEQUENCED_CALLS, Call
+from prestage.protocol import SEQUENCED_CALLS, BatchRef, Call, Phase
 from tests.walk import plan_rules, source
 from tests.walk.worker import Delivery, How, Message, Worker, crashed, deliver, fresh
 
@@ -217,7 +217,21 @@ class Model:
                 f"parameters: the run finished with {worker.engine.chain}, not {expected}"
             )
         broken.extend(plan_rules.at_finish(state))
+        broken.extend(self._saved(worker))
         return tuple(broken)
+
+    def _saved(self, worker: Worker) -> tuple[str, ...]:
+        """The newest checkpoint that is due was taken."""
+        plan = self.config.plan
+        if not plan.checkpoint_every:
+            return ()
+        due = plan.num_steps // plan.checkpoint_every * plan.checkpoint_every
+        saved = [item.step for item in worker.durable]
+        if worker.saving is not None:
+            saved.append(worker.saving.step)
+        if due and due not in saved:
+            return (f"duties: the checkpoint of {due} step(s) is due, but {saved} were taken",)
+        return ()
 
     # -- one kind of step each ------------------------------------------------------------------------
 
@@ -331,15 +345,14 @@ class Model:
         key = (world.worker, message, how)
         found = self._delivered.get(key)
         if found is None:
-            delivery = deliver(
-                self.workers.values[world.worker], self.messages.values[message], how
-            )
+            before = self.workers.values[world.worker]
+            delivery = deliver(before, self.messages.values[message], how)
             found = Delivered(
                 number=len(self._delivered),
                 worker=self.workers.number(delivery.worker),
                 event=-1 if delivery.reply is None else self.events.number(delivery.reply),
                 delivery=delivery,
-                broken=delivery.broken or _version(delivery.worker),
+                broken=delivery.broken or _unchanged(before, delivery) or _agrees(delivery.worker),
             )
             self._delivered[key] = found
         ledger, broken = self._observe(world.ledger, found)
@@ -507,10 +520,37 @@ class Model:
         return None if found < 0 else world._replace(faults=found)
 
 
-def _version(worker: Worker) -> tuple[str, ...]:
-    said, made = worker.session.step.train_step, worker.engine.train_step
-    if said != made:
-        return (f"version-moves-only-on-an-update: {made} update(s) made, the worker says {said}",)
+def _agrees(worker: Worker) -> tuple[str, ...]:
+    """What the worker says of itself is what its engine holds."""
+    said, engine = worker.session.step, worker.engine
+    if said.train_step != engine.train_step:
+        return (
+            f"version-moves-only-on-an-update: {engine.train_step} update(s) made, the worker says"
+            f" {said.train_step}",
+        )
+    if worker.session.running is not None or said.phase is Phase.FAILED:
+        return ()
+    trained = tuple((ref.step, ref.index, ref.digest) for ref in said.trained)
+    staged = None if said.staged is None else _batch(said.staged)
+    if (trained, staged, said.micro_step) != (engine.open, engine.prepared, len(engine.open)):
+        return (
+            f"state-says-what-the-engine-holds: {said.micro_step} {trained} staged {staged}, but the"
+            f" engine has {engine.open} and {engine.prepared}",
+        )
+    return ()
+
+
+def _batch(ref: BatchRef) -> tuple[int, int, str]:
+    return ref.step, ref.index, ref.digest
+
+
+def _unchanged(before: Worker, delivery: Delivery) -> tuple[str, ...]:
+    """A refusal changes nothing (a failure that it found on the way was there before)."""
+    found_failure = before.device_failed and not delivery.worker.device_failed
+    ended = before.session.running is not None
+    explained = found_failure or ended or delivery.worker == before
+    if isinstance(delivery.reply, Refused) and not explained:
+        return (f"a-refusal-changes-nothing: {delivery.reply.reason.value} changed the worker",)
     return ()
 
 

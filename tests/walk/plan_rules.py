@@ -45,6 +45,10 @@ def _staging(before: BoundaryState, state: BoundaryState, send: Send) -> list[st
         return [f"never-stages: applies update {step} although ({step + 1}, 0) is ready"]
     if send.call is Call.FWD_BWD_APPLY and plan.stage_before_update and _may_stage(state, step):
         return [f"never-stages: closes step {step} without deferring its update"]
+    if send.call is Call.FWD_BWD_DEFER and not (
+        plan.stage_before_update and _may_stage(state, step)
+    ):
+        return [f"eligible: defers the update of step {step}, whose boundary is not to be staged"]
     closed = state.mirror.phase is Phase.CLOSED and step > 0 and state.packing >= step
     if closed and not plan.stage_before_update and _may_stage(state, step - 1):
         unstaged = state.mirror.staged is None and send.call is not Call.STAGE_FWD_BWD

@@ -305,11 +305,16 @@ def _sequenced(worker: Worker, message: Message, how: How, desk: _Desk) -> Deliv
     if isinstance(admission, Replay):
         desk.add(worker, worker, "replayed")
         return Delivery(worker=worker, reply=admission.result, records=tuple(desk.records))
-    refusal = admission if isinstance(admission, Refusal) else _cannot(worker, request)
+    began = worker
+    refusal = admission if isinstance(admission, Refusal) else None
+    if refusal is None:
+        began = replace(worker, session=sessions.started(session, request))
+        refusal = _cannot(worker, request)
+        if refusal is not None:  # Found when it had begun, before anything changed.
+            worker = replace(began, session=sessions.withdrawn(began.session))
     if refusal is not None:
         desk.add(worker, worker, refusal.reason.value)
         return Delivery(worker=worker, reply=_refused(refusal), records=tuple(desk.records))
-    began = replace(worker, session=sessions.started(session, request))
     if how is How.SLOWLY:
         return Delivery(worker=began, reply=None, records=tuple(desk.records))
     after, reply = _execute(began, message, request, how, desk)
