@@ -37,6 +37,7 @@ CI: Mapping[str, WalkConfig] = {
     "staged_after": _case("staged_after", 3, 2, checkpoint_every=2),
     "zero_gap": _case("zero_gap", 3, 2),
     "zero_gap_checkpoint": _case("zero_gap", 3, 2, checkpoint_every=2),
+    "zero_gap_single": _case("zero_gap", 3, 2, micro_batches=1),
     "scored_and_evaluated": _case("staged", 3, 1, val_start_step=2, eval_every=1),
     "trainer_logprobs": _case("staged", 3, 1, trainer_logprobs=True, checkpoint_every=1),
 }
