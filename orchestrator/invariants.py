@@ -71,6 +71,7 @@ _TRAINING: Final = frozenset({_FWD_BWD, _APPLY, _DEFER})
 _UPDATING: Final = frozenset({_APPLY, _APPLY_DEFERRED, _UPDATE})
 _SNAPSHOTS: Final = frozenset({"save_checkpoint", "prepare_weight_sync"})
 _SCORING: Final = frozenset({"evaluate", "compute_logprobs"})
+_RECOVERY: Final = frozenset({"abort_step", "restore_checkpoint"})
 _DONE: Final = "ok"
 _LOST: Final = "lost"
 _REPLAYED: Final = "replayed"
@@ -278,6 +279,8 @@ def _carried_out(ledger: Ledger, record: TraceRecord, expect: Expectation) -> Ob
     if record.outcome in _RAISED:
         suspect = record.call in _UPDATING or record.call == "restore_checkpoint"
         return replace(ledger, failed=True, staged=None, suspect=ledger.suspect or suspect), found
+    if record.phase_before == "FAILED" and record.call not in _RECOVERY:
+        ledger = replace(ledger, failed=True)
     if record.call in _TRAINING:
         ledger, more = _trained(_place(ledger, record), record, expect)
     elif record.call == _STAGE:
