@@ -104,10 +104,9 @@ MUTANTS: tuple[Mutant, ...] = (
         boundary,
         "if step > 0 and not state.plan.stage_before_update:",
         "if step > 0:",
-        "walk staged",
-        "was staged after the update",
+        "frozen",
+        "'apply_deferred_update step=0', not 'stage_fwd_bwd step=1 index=0'",
         _NEVER,
-        # The rule that would name it first is another mutant's.
     ),
     _mutant(
         "staged input unused",
@@ -201,13 +200,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "the request is lost",
     ),
     _mutant(
-        "a lost call is dropped",
-        "the next call takes its seq, whatever it was",
+        "lost stage does not latch",
+        "a stage that failed on its way is forgotten",
         boundary,
         "    return replace(state, mode=Mode.SETTLE, lost=sent)\n",
         "    return replace(state, mode=Mode.SETTLE)\n",
         "walk staged",
-        "the reply is lost",
+        "never-stages: applies update 0",
     ),
     _mutant(
         "gap after a lost stage",
@@ -367,11 +366,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "repack after restart",
         "what a micro-batch holds depends on who packs it",
         source,
-        'return f"d{step}.{index}"\n\n\ndef ready',
-        'return f"d{step}.{index}" if epoch < 2 else f"e{step}.{index}"\n\n\ndef ready',
+        '    del epoch\n    return f"d{step}.{index}"\n',
+        '    return f"d{step}.{index}" if epoch < 2 else f"e{step}.{index}"\n',
         "walk stock",
         "a-micro-batch-keeps-its-content",
-        Edit(source, "    del epoch\n", "    pass\n"),
     ),
     _mutant(
         "restart without restore",
@@ -455,7 +453,7 @@ MUTANTS: tuple[Mutant, ...] = (
         protocol,
         "        phase=Phase.FAILED,\n        staged=None,",
         "        staged=None,",
-        "walk stock",
+        "walk stock 2",
         "a-failed-step-is-not-applied",
     ),
     _mutant(
@@ -547,7 +545,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return StepState(step=step, train_step=train_step)",
         "    return StepState(step=step, train_step=state.train_step)",
         "walk stock",
-        "version-moves-only-on-an-update",
+        "a-restore-goes-to-a-saved-step",
     ),
     # -- the plan's order ---------------------------------------------------------------------------------
     _mutant(
@@ -611,7 +609,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "return state.owed == (Duty.GET_METRICS,) and ready is not None and not ready.last",
         "return state.owed == (Duty.GET_METRICS,)",
         "walk zero-gap single",
-        "get_metrics",
+        "duties: get_metrics of step 0",
     ),
     # -- the checkers themselves ----------------------------------------------------------------------------
     _mutant(

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from orchestrator.boundary import BoundaryState
 from orchestrator.calls import Action, Await, Local, LocalKind, Send
-from prestage.protocol import Call, Phase
+from prestage.protocol import CLOSING_CALLS, Call, Phase
 
 
 def at_action(before: BoundaryState, state: BoundaryState, action: Action) -> tuple[str, ...]:
     """What is wrong with this decision; nothing for a right one."""
     broken: list[str] = []
+    closing = isinstance(before.outstanding, Send) and before.outstanding.call in CLOSING_CALLS
+    if closing and before.owed and state.mirror.step > before.mirror.step:
+        owed = ", ".join(duty.value for duty in before.owed)
+        broken.append(f"duties: {owed} of step {before.mirror.step - 1} are dropped")
     if isinstance(action, Send) and not action.resend:
         broken.extend(_staging(before, state, action))
     if isinstance(action, Await) and action.index == 0 and state.clocked < action.step:
