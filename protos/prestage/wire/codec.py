@@ -1,22 +1,38 @@
-"""Micro-batches to and from one stretch of bytes. Only real content is in it.
+"""Micro-batches to and from bytes: manifests, what is checked about them, and the bytes in order.
 
-Layout: tensors in order of their names; within a tensor the rows one after another, each with its
-real tokens only. Nothing is allocated from a manifest that `check_manifest` has not accepted.
+Layout is `layout`'s. Nothing is allocated from a manifest that `check_manifest` has not accepted:
+every count, shape, offset and size is checked first, in Python integers, which do not overflow.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from prestage.microbatch import FIELDS, Array, MicroBatch, MicroBatchId
 from prestage.tensor.v1 import tensor_pb2 as pb
-from prestage.wire.errors import CodecError, InvalidTensor, LimitError
+from prestage.wire.digest import (
+    BLOCK_DIGEST_BYTES,
+    batch_digest,
+    block_tokens,
+    blocks_of,
+    combine,
+    shard_blocks,
+    tensor_blocks,
+)
+from prestage.wire.errors import (
+    CodecError,
+    DamagedError,
+    InvalidTensor,
+    LimitError,
+    SupersededError,
+)
+from prestage.wire.layout import Buffer, Layout, ShardRange, plan_layout, row_runs
 from prestage.wire.limits import WireLimits
 
 _DTYPES: Final[Mapping[str, pb.DataType]] = {
@@ -28,8 +44,7 @@ _DTYPES: Final[Mapping[str, pb.DataType]] = {
 }
 _NAMES: Final = {value: name for name, value in _DTYPES.items()}
 _RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
-
-Buffer = npt.NDArray[np.uint8]
+_DIGEST: Final = re.compile(r"[0-9a-f]{32}\Z")
 
 
 def check_run_id(run_id: str) -> None:
@@ -38,35 +53,59 @@ def check_run_id(run_id: str) -> None:
         raise CodecError(f"run_id is {run_id[:200]!r}: use 1 to 128 characters of [A-Za-z0-9._-]")
 
 
-def make_manifest(batch: MicroBatch) -> pb.Manifest:
-    """Manifest of a micro-batch. Raises `InvalidTensor` for a field that is not in the table."""
+def layout_of_batch(batch: MicroBatch, shard: ShardRange | None = None) -> Layout:
+    """Where its bytes lie. Raises `InvalidTensor` for a field that is not in the table."""
+    for name, array in batch.arrays.items():
+        spec = FIELDS.get(name)
+        if (
+            spec is None
+            or array.dtype != spec.dtype
+            or array.shape[:2] != (batch.rows, batch.tokens_per_row)
+            or array.ndim != 2 + spec.trailing_dims
+        ):
+            raise InvalidTensor(
+                f"micro-batch {batch.id}: field {name!r} of dtype {array.dtype} and shape"
+                f" {array.shape} is not in the field table ({', '.join(FIELDS)}; rows"
+                f" {batch.rows}, tokens {batch.tokens_per_row})"
+            )
+    return plan_layout(
+        rows=batch.rows,
+        tokens_per_row=batch.tokens_per_row,
+        row_lengths=batch.row_lengths,
+        fields={name: array.shape[2:] for name, array in batch.arrays.items()},
+        shard=shard,
+    )
+
+
+def make_manifest(batch: MicroBatch, *, with_blocks: bool = False) -> pb.Manifest:
+    """Manifest of a micro-batch; `with_blocks` for one that is put in shards.
+
+    Raises `InvalidTensor` for a field that is not in the table, `CodecError` without a digest.
+    """
+    layout = layout_of_batch(batch)
+    if not batch.digest:
+        raise CodecError(f"micro-batch {batch.id} has no digest: give it its content_digest first")
     manifest = pb.Manifest(
         id=pb.MicroBatchId(run_id=batch.id.run_id, step=batch.id.step, index=batch.id.index),
         rows=batch.rows,
         tokens_per_row=batch.tokens_per_row,
         row_lengths=batch.row_lengths,
         digest=batch.digest,
+        total_bytes=layout.total_bytes,
     )
-    offset = 0
-    real_tokens = sum(batch.row_lengths)
-    for name in sorted(batch.arrays):
-        array = batch.arrays[name]
-        spec = FIELDS.get(name)
-        if spec is None or array.dtype != spec.dtype:
-            raise InvalidTensor(
-                f"micro-batch {batch.id}: field {name!r} of dtype {array.dtype} is not in the field"
-                f" table ({', '.join(FIELDS)})"
-            )
-        size = real_tokens * array.dtype.itemsize * int(np.prod(array.shape[2:], dtype=np.int64))
+    size = block_tokens(batch.tokens_per_row)
+    for place in layout.tensors:
+        blocks = b""
+        if with_blocks:
+            blocks = tensor_blocks(batch.arrays[place.name], batch.row_lengths, size)
         manifest.tensors.add(
-            name=name,
-            dtype=_DTYPES[array.dtype.name],
-            shape=array.shape,
-            offset=offset,
-            bytes=size,
+            name=place.name,
+            dtype=_DTYPES[place.dtype.name],
+            shape=place.shape,
+            offset=place.offset,
+            bytes=place.sent_bytes,
+            block_digests=blocks,
         )
-        offset += size
-    manifest.total_bytes = offset
     return manifest
 
 
@@ -88,7 +127,7 @@ def check_manifest(manifest: pb.Manifest, limits: WireLimits) -> None:
         raise CodecError(f"{name}: a row length of {max(lengths)} in rows of {tokens} tokens")
     if any(before == 0 and after > 0 for before, after in itertools.pairwise(lengths)):
         raise CodecError(f"{name}: a padding row comes before a real one (row_lengths)")
-    if not re.fullmatch(r"[0-9a-f]{32}", manifest.digest):
+    if not _DIGEST.match(manifest.digest):
         raise CodecError(f"{name}: digest {manifest.digest[:80]!r} is not 32 hex digits")
     _check_tensors(name, manifest, sum(lengths), limits)
 
@@ -99,7 +138,7 @@ def _check_tensors(name: str, manifest: pb.Manifest, real_tokens: int, limits: W
         raise LimitError(f"{name}: {len(tensors)} tensors; this side takes {limits.max_tensors}")
     names = [tensor.name for tensor in tensors]
     if names != sorted(set(names)):
-        raise CodecError(f"{name}: tensor names must be sorted and unique: {names[:16]}")
+        raise CodecError(f"{name}: tensor names must be sorted and unique: {str(names)[:300]}")
     missing = [spec.name for spec in FIELDS.values() if spec.required and spec.name not in names]
     if missing:
         raise InvalidTensor(f"{name}: field {missing[0]!r} is missing; every micro-batch has it")
@@ -150,80 +189,208 @@ def _check_tensors(name: str, manifest: pb.Manifest, real_tokens: int, limits: W
         )
 
 
-def row_offsets(row_lengths: Sequence[int]) -> list[int]:
-    """Real tokens before each row, and the total."""
-    offsets = [0]
-    for length in row_lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
-
-
-def content_views(batch: MicroBatch) -> list[memoryview]:
-    """The micro-batch's real content in layout order, as views on its arrays (no copy)."""
-    views: list[memoryview] = []
-    for name in sorted(batch.arrays):
-        array = batch.arrays[name]
-        for row, length in enumerate(batch.row_lengths):
-            if length:
-                views.append(np.ascontiguousarray(array[row, :length]).data.cast("B"))
-    return views
-
-
-def padded_arrays(manifest: pb.Manifest) -> dict[str, Array]:
-    """Arrays `[rows, tokens_per_row, ...]` holding padding everywhere. After `check_manifest`."""
-    arrays: dict[str, Array] = {}
+def check_shard(manifest: pb.Manifest, shard: pb.Shard) -> ShardRange:
+    """Accept a shard of an accepted manifest, or raise `CodecError` naming the field."""
+    name = f"micro-batch {manifest.id.run_id}/{manifest.id.step}/{manifest.id.index}"
+    rows, tokens = manifest.rows, manifest.tokens_per_row
+    if not 1 <= shard.row_count <= rows - shard.row_start:
+        raise CodecError(
+            f"{name}: shard rows [{shard.row_start}, +{shard.row_count}) of {rows} rows"
+        )
+    size = block_tokens(tokens)
+    end = shard.token_start + shard.token_count
+    if not 1 <= shard.token_count <= tokens - shard.token_start:
+        raise CodecError(
+            f"{name}: shard tokens [{shard.token_start}, +{shard.token_count}) of {tokens} a row"
+        )
+    if shard.token_start % size or (end % size and end != tokens):
+        raise CodecError(
+            f"{name}: shard tokens [{shard.token_start}, {end}) do not lie on blocks of {size}"
+        )
+    expected = BLOCK_DIGEST_BYTES * sum(blocks_of(length, size) for length in manifest.row_lengths)
     for tensor in manifest.tensors:
-        spec = FIELDS[tensor.name]
-        shape = tuple(tensor.shape)
-        if spec.pad_value == 0:
-            arrays[tensor.name] = np.zeros(shape, spec.dtype)
-        else:
-            arrays[tensor.name] = np.full(shape, spec.pad_value, spec.dtype)
-    return arrays
+        if len(tensor.block_digests) != expected:
+            raise CodecError(
+                f"{name}: field {tensor.name} has {len(tensor.block_digests)} bytes of"
+                f" block_digests; a shard needs {expected}"
+            )
+    whole = combine(
+        rows=rows,
+        tokens_per_row=tokens,
+        row_lengths=manifest.row_lengths,
+        tensors=[
+            (tensor.name, _NAMES[tensor.dtype], list(tensor.shape)[2:], tensor.block_digests)
+            for tensor in manifest.tensors
+        ],
+    )
+    if whole != manifest.digest:
+        raise DamagedError(f"{name}: block_digests give {whole}, digest is {manifest.digest}")
+    return ShardRange(
+        row_start=shard.row_start,
+        row_count=shard.row_count,
+        token_start=shard.token_start,
+        token_count=shard.token_count,
+    )
+
+
+def layout_of(manifest: pb.Manifest, shard: ShardRange | None = None) -> Layout:
+    """Layout of an accepted manifest, or of one shard of it."""
+    return plan_layout(
+        rows=manifest.rows,
+        tokens_per_row=manifest.tokens_per_row,
+        row_lengths=manifest.row_lengths,
+        fields={tensor.name: list(tensor.shape)[2:] for tensor in manifest.tensors},
+        shard=shard,
+    )
+
+
+def content_views(
+    batch: MicroBatch, layout: Layout, shard: ShardRange | None = None
+) -> Iterator[memoryview]:
+    """The real content in upload order, as views on the micro-batch's arrays (no copy)."""
+    for place in layout.tensors:
+        array = np.ascontiguousarray(batch.arrays[place.name])
+        flat = array.reshape(-1).view(np.uint8).data
+        row_bytes = batch.tokens_per_row * place.token_bytes
+        first = 0
+        if shard is not None:
+            first = shard.row_start * row_bytes + shard.token_start * place.token_bytes
+        for start, size in row_runs(
+            layout.row_lengths, token_bytes=place.token_bytes, row_bytes=row_bytes, first=first
+        ):
+            yield flat[start : start + size]
+
+
+def chunk_pieces(
+    views: Iterator[memoryview], first_byte: int, chunk_bytes: int
+) -> Iterator[tuple[int, list[memoryview]]]:
+    """Cut views into chunks of `chunk_bytes`, from byte `first_byte` on: (offset, pieces)."""
+    offset, pieces, room = first_byte, list[memoryview](), chunk_bytes
+    skip = first_byte
+    for view in views:
+        if skip >= len(view):
+            skip -= len(view)
+            continue
+        at, skip = skip, 0
+        while at < len(view):
+            piece = view[at : at + room]
+            pieces.append(piece)
+            at += len(piece)
+            room -= len(piece)
+            if not room:
+                yield offset, pieces
+                offset, pieces, room = offset + chunk_bytes, [], chunk_bytes
+    if pieces:
+        yield offset, pieces
 
 
 class Placer:
-    """Writes a micro-batch's bytes, as they come in order, straight into its padded arrays."""
+    """Writes an upload's bytes, as they come in order, straight into a padded buffer.
 
-    def __init__(self, manifest: pb.Manifest) -> None:
-        """`manifest` has passed `check_manifest`."""
-        self.arrays = padded_arrays(manifest)
-        self.received_bytes = 0
-        self._targets: list[npt.NDArray[np.uint8]] = []
-        for tensor in manifest.tensors:
-            array = self.arrays[tensor.name]
-            for row, length in enumerate(manifest.row_lengths):
-                if length:
-                    self._targets.append(array[row, :length].reshape(-1).view(np.uint8))
-        self._at = 0  # Target that is being filled.
-        self._filled = 0  # Bytes of it that are there.
+    One stream at a time owns it: `take_over` makes every earlier owner's write raise
+    `SupersededError`. Safe from any thread.
+    """
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def __init__(self, layout: Layout, buffer: Buffer) -> None:
+        """`buffer` holds at least `layout.buffer_bytes`; its padding is the caller's."""
+        self.layout = layout
+        self.buffer = buffer
+        self._lock = threading.Lock()
+        self._owner = 0
+        self._received = 0
+        self._runs: Iterator[tuple[int, int]] = iter(())
+        self._at = self._left = 0  # The run that is being filled: next byte and bytes left.
+
+    @property
+    def received_bytes(self) -> int:
+        """Contiguous bytes received so far."""
+        return self._received
+
+    def take_over(self) -> int:
+        """Become the only writer. Returns the ticket that `write` asks for."""
+        with self._lock:
+            self._owner += 1
+            return self._owner
+
+    def rewind(self, ticket: int, offset: int) -> None:
+        """Go on from `offset`. Raises `CodecError` when fewer bytes are there."""
+        with self._lock:
+            self._own(ticket)
+            if offset > self._received:
+                raise CodecError(
+                    f"resume_from is {offset}, but only {self._received} bytes came: resume there"
+                )
+            self._received = offset
+            self._runs = self.layout.runs(offset)
+            self._at = self._left = 0
+
+    def write(self, ticket: int, offset: int, data: memoryview) -> None:
         """Take the next bytes. Raises `CodecError` for a gap, a repeat or too many."""
-        if offset != self.received_bytes:
-            raise CodecError(f"a chunk starts at byte {offset}, but {self.received_bytes} is next")
-        source = np.frombuffer(data, np.uint8)
-        taken = 0
-        while taken < source.size:
-            if self._at >= len(self._targets):
-                raise CodecError("more bytes came than the manifest announces")
-            target = self._targets[self._at]
-            count = min(source.size - taken, target.size - self._filled)
-            target[self._filled : self._filled + count] = source[taken : taken + count]
-            taken += count
-            self._filled += count
-            if self._filled == target.size:
-                self._at, self._filled = self._at + 1, 0
-        self.received_bytes += taken
+        with self._lock:
+            self._own(ticket)
+            if offset != self._received:
+                raise CodecError(f"a chunk starts at byte {offset}, but {self._received} is next")
+            if self._received + len(data) > self.layout.total_bytes:
+                raise CodecError(
+                    f"{self._received + len(data)} bytes came; the upload has"
+                    f" {self.layout.total_bytes}"
+                )
+            source = np.frombuffer(data, np.uint8)
+            taken = 0
+            while taken < source.size:
+                if not self._left:
+                    self._at, self._left = next(self._runs)
+                count = min(source.size - taken, self._left)
+                self.buffer[self._at : self._at + count] = source[taken : taken + count]
+                taken += count
+                self._at += count
+                self._left -= count
+            self._received += taken
+
+    def _own(self, ticket: int) -> None:
+        if ticket != self._owner:
+            raise SupersededError("another upload of this micro-batch took over, or it was dropped")
 
 
-def batch_from(manifest: pb.Manifest, arrays: Mapping[str, Array]) -> MicroBatch:
-    """The micro-batch of an accepted manifest and its arrays."""
+def batch_from(
+    manifest: pb.Manifest,
+    arrays: Mapping[str, Array],
+    shard: ShardRange | None = None,
+) -> MicroBatch:
+    """The micro-batch (or this worker's shard of it) of an accepted manifest and its arrays."""
+    lengths = tuple(manifest.row_lengths)
     return MicroBatch(
         id=MicroBatchId(run_id=manifest.id.run_id, step=manifest.id.step, index=manifest.id.index),
-        rows=manifest.rows,
-        tokens_per_row=manifest.tokens_per_row,
-        row_lengths=tuple(manifest.row_lengths),
+        rows=manifest.rows if shard is None else shard.row_count,
+        tokens_per_row=manifest.tokens_per_row if shard is None else shard.token_count,
+        row_lengths=lengths if shard is None else shard.row_lengths(lengths),
         arrays=arrays,
         digest=manifest.digest,
     )
+
+
+def check_digest(manifest: pb.Manifest, batch: MicroBatch, shard: ShardRange | None = None) -> None:
+    """Hash the content. Raises `DamagedError` when it is not what the manifest announced."""
+    name = f"micro-batch {batch.id}"
+    if shard is None:
+        found = batch_digest(batch)
+        if found != manifest.digest:
+            raise DamagedError(
+                f"{name} was announced with digest {manifest.digest}; its bytes give {found}"
+            )
+        return
+    size = block_tokens(manifest.tokens_per_row)
+    for tensor in manifest.tensors:
+        expected = shard_blocks(
+            tensor.block_digests,
+            manifest.row_lengths,
+            size,
+            rows=slice(shard.row_start, shard.row_start + shard.row_count),
+            token_start=shard.token_start,
+            token_count=shard.token_count,
+        )
+        if tensor_blocks(batch.arrays[tensor.name], batch.row_lengths, size) != expected:
+            raise DamagedError(
+                f"{name}: field {tensor.name} of shard rows [{shard.row_start},"
+                f" +{shard.row_count}) differs from its block_digests"
+            )

@@ -3,6 +3,8 @@
     WireError
     ├── CodecError        a manifest or upload that is not what it says    INVALID_REQUEST
     │   └── LimitError    larger than this side accepts                    INVALID_REQUEST
+    ├── SupersededError   an upload that another took over or that ended   INVALID_REQUEST
+    ├── MissingError      a micro-batch that the store does not hold       MICRO_BATCH_MISSING
     ├── DamagedError      bytes that do not give their digest              DIGEST_MISMATCH
     └── InvalidTensor     a tensor that cannot be trained                  INVALID_BATCH
 
@@ -39,6 +41,14 @@ class LimitError(CodecError):
     """Larger than this side accepts."""
 
 
+class SupersededError(WireError):
+    """An upload that another stream took over, or whose micro-batch was dropped meanwhile."""
+
+
+class MissingError(WireError):
+    """The store holds no micro-batch of this id and digest."""
+
+
 class DamagedError(WireError):
     """Bytes that do not give their digest."""
 
@@ -52,6 +62,8 @@ REASON_OF_ERROR: Final[Mapping[type[WireError], Reason]] = MappingProxyType(
         WireError: Reason.INVALID_REQUEST,
         CodecError: Reason.INVALID_REQUEST,
         LimitError: Reason.INVALID_REQUEST,
+        SupersededError: Reason.INVALID_REQUEST,
+        MissingError: Reason.MICRO_BATCH_MISSING,
         DamagedError: Reason.DIGEST_MISMATCH,
         InvalidTensor: Reason.INVALID_BATCH,
     }

@@ -1,43 +1,67 @@
-"""The worker's store of put micro-batches: bounded in bytes, fenced by epoch, verified before use.
+"""The worker's store of put micro-batches: bounded in bytes, checked before use.
 
 A put waits while the store is full; the next micro-batch that the step needs never waits, so a full
-store cannot deadlock. When room is short for it, micro-batches that the open step has trained
-already are let go (they can be put again after an abort), and counted.
+store cannot deadlock. When room is short for it (or for the one to be staged), micro-batches that
+the open step has trained already are let go (they can be put again after an abort), and counted.
+
+    put:  absent -> RECEIVING (a broken stream leaves it so, to be resumed) -> CHECKING -> READY
+    a failed check, a closed step or another epoch drops it from anywhere
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from prestage.microbatch import MicroBatch
 from prestage.protocol import BatchRef
-from prestage.wire.digest import batch_digest
-from prestage.wire.errors import DamagedError, LimitError, WireError
+from prestage.wire.codec import Placer
+from prestage.wire.errors import (
+    CodecError,
+    DamagedError,
+    LimitError,
+    MissingError,
+    SupersededError,
+    WireError,
+)
+
+_MAX_ENTRIES: Final = 65_536
+_FAILURES_KEPT: Final = 64
+_LOOK_S: Final = 1.0  # How often a waiting put looks whether its caller is still there.
+
+__all__ = ["MicroBatchStore", "MissingError", "StoreStats"]
 
 
-class MissingError(WireError):
-    """The store holds no micro-batch of this id and digest."""
+class _Stage(enum.Enum):
+    RECEIVING = "receiving"
+    CHECKING = "checking"
+    READY = "ready"
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Entry:
     size: int
-    batch: MicroBatch | None = None  # None while its bytes arrive.
-    verified: bool = False
-    damage: str = ""
+    key: bytes  # The header's content: an upload of the same ref must be the same one.
+    stage: _Stage = _Stage.RECEIVING
+    placer: Placer | None = None  # Of a stream; None where the bytes need no receiving.
+    batch: MicroBatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
     """What the store holds. Bytes are padded array bytes."""
 
-    refs: tuple[BatchRef, ...]
+    refs: tuple[BatchRef, ...]  # Ready for use.
     stored_bytes: int
     limit_bytes: int
     evicted: int
     waited: int  # Puts that had to wait for room.
+    failed: int  # Puts whose bytes did not pass their checks.
 
 
 class MicroBatchStore:
@@ -49,119 +73,185 @@ class MicroBatchStore:
         self._limit = limit_bytes
         self._next_needed = next_needed
         self._entries: dict[BatchRef, _Entry] = {}
+        self._failures: collections.OrderedDict[BatchRef, WireError] = collections.OrderedDict()
         self._used = 0
         self._evicted = 0
         self._waited = 0
+        self._failed = 0
         self._changed = threading.Condition()
 
     # -- putting ------------------------------------------------------------------------------
 
-    def begin(self, ref: BatchRef, size: int, *, wait_s: float) -> bool:
-        """Reserve room. False: the micro-batch is there already. Raises `LimitError` after the wait."""
+    def reserve(
+        self,
+        ref: BatchRef,
+        *,
+        size: int,
+        key: bytes,
+        wait_s: float,
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> bool:
+        """Make room, or find the upload that broke off. False: the micro-batch is there already.
+
+        Waits while the store is full or another put of it is being checked. Raises `LimitError`
+        after `wait_s`, `SupersededError` when the caller left (`wanted`), and `CodecError` for
+        another upload under the same ref.
+        """
+        give_up_s = time.monotonic() + wait_s
         with self._changed:
             waited = False
             while True:
                 entry = self._entries.get(ref)
-                if entry is not None and entry.batch is not None and not entry.damage:
-                    return False
                 if entry is None and self._room_for(ref, size):
-                    self._entries[ref] = _Entry(size=size)
+                    self._entries[ref] = _Entry(size=size, key=key)
                     self._used += size
                     return True
-                if entry is not None and entry.damage:
-                    self._drop(ref)
-                    continue
-                if not waited:
+                if entry is not None:
+                    if entry.key != key:
+                        raise CodecError(
+                            f"micro-batch {ref} was put before with another manifest or shard"
+                        )
+                    if entry.stage is _Stage.READY:
+                        return False
+                    if entry.placer is not None and entry.stage is _Stage.RECEIVING:
+                        return True
+                elif not waited:
                     waited = True
                     self._waited += 1
-                if not self._changed.wait(timeout=wait_s):
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0:
                     raise LimitError(
                         f"micro-batch {ref} ({size} bytes) found no room within {wait_s:g} s:"
                         f" {self._used} of {self._limit} bytes are taken (--store_memory_bytes)"
                     )
+                self._changed.wait(timeout=min(left_s, _LOOK_S))
+                if not wanted():
+                    raise SupersededError(f"the put of micro-batch {ref} ended while it waited")
+
+    def placer(self, ref: BatchRef, make: Callable[[], Placer]) -> Placer:
+        """The placer of a reserved micro-batch: that of the upload that broke off, or a new one."""
+        with self._changed:
+            entry = self._reserved(ref)
+            if entry.placer is None:
+                entry.placer = make()
+            return entry.placer
+
+    def received_bytes(self, ref: BatchRef) -> tuple[bool, int]:
+        """(whether it is ready, contiguous bytes of an upload that broke off)."""
+        with self._changed:
+            entry = self._entries.get(ref)
+            if entry is None:
+                return False, 0
+            received = 0 if entry.placer is None else entry.placer.received_bytes
+            return entry.stage is _Stage.READY, received
+
+    def settle(self, ref: BatchRef, batch: MicroBatch, check: Callable[[], None]) -> None:
+        """All bytes are there: check them outside any lock, then offer them for use.
+
+        Raises what `check` raises, and drops the micro-batch then; `SupersededError` when it was
+        dropped meanwhile.
+        """
+        with self._changed:
+            entry = self._reserved(ref)
+            entry.stage, entry.batch = _Stage.CHECKING, batch
+        try:
+            check()
+        except BaseException as error:
+            with self._changed:
+                if isinstance(error, WireError):
+                    self._failed += 1
+                    self._failures[ref] = error
+                    while len(self._failures) > _FAILURES_KEPT:
+                        self._failures.popitem(last=False)
+                if self._entries.get(ref) is entry:
+                    self._drop(ref)
+            raise
+        with self._changed:
+            if self._entries.get(ref) is not entry:
+                raise SupersededError(f"micro-batch {ref} was dropped while it was checked")
+            entry.stage, entry.placer = _Stage.READY, None
+            self._failures.pop(ref, None)
+            self._changed.notify_all()
+
+    def abandon(self, ref: BatchRef) -> None:
+        """Its upload is no good: give the room back."""
+        with self._changed:
+            entry = self._entries.get(ref)
+            if entry is not None and entry.stage is _Stage.RECEIVING:
+                self._drop(ref)
+
+    def _reserved(self, ref: BatchRef) -> _Entry:
+        entry = self._entries.get(ref)
+        if entry is None or entry.stage is not _Stage.RECEIVING:
+            raise SupersededError(f"micro-batch {ref} was dropped while its bytes came")
+        return entry
 
     def _room_for(self, ref: BatchRef, size: int) -> bool:
         needed = self._next_needed()
-        is_next = (ref.step, ref.index) <= needed
+        place = (ref.step, ref.index)
+        is_next = place <= needed
+        held = any((other.step, other.index) == needed for other in self._entries)
         # Others leave room for the next one, which is as large as any of this run.
-        reserve = 0 if is_next else size
-        if self._used + size + reserve <= self._limit:
-            return True
-        if not is_next:
-            return False
-        for old in sorted(self._entries):
-            if self._used + size <= self._limit:
-                break
-            if (old.step, old.index) < needed and self._entries[old].batch is not None:
-                self._drop(old)
-                self._evicted += 1
-        return True  # The next one always gets in: at most one micro-batch over the limit.
-
-    def complete(self, ref: BatchRef, batch: MicroBatch) -> None:
-        """Its bytes are all there."""
-        with self._changed:
-            entry = self._entries.get(ref)
-            if entry is not None:
-                entry.batch = batch
-                self._changed.notify_all()
-
-    def abandon(self, ref: BatchRef) -> None:
-        """Its upload failed: give the room back."""
-        with self._changed:
-            entry = self._entries.get(ref)
-            if entry is not None and entry.batch is None:
-                self._drop(ref)
+        total = size if is_next or held else 2 * size
+        if is_next or place == (needed[0] + 1, 0):
+            for old in sorted(self._entries):
+                if self._used + total <= self._limit:
+                    break
+                if (old.step, old.index) < needed and self._entries[old].stage is _Stage.READY:
+                    self._drop(old)
+                    self._evicted += 1
+        if is_next:
+            return True  # At most one micro-batch over the limit.
+        return self._used + total <= self._limit and len(self._entries) < _MAX_ENTRIES
 
     def _drop(self, ref: BatchRef) -> None:
-        self._used -= self._entries.pop(ref).size
+        entry = self._entries.pop(ref)
+        if entry.placer is not None:
+            entry.placer.take_over()  # Nobody writes it from now on.
+        self._used -= entry.size
         self._changed.notify_all()
 
     # -- using --------------------------------------------------------------------------------
 
-    def verify(self, ref: BatchRef) -> None:
-        """Hash the stored bytes, once. Off the device thread: called when the put is complete."""
-        with self._changed:
-            entry = self._entries.get(ref)
-            batch = None if entry is None or entry.verified else entry.batch
-        if entry is None or batch is None:
-            return
-        found = batch_digest(batch)
-        with self._changed:
-            entry.verified = True
-            if found != ref.digest:
-                entry.damage = f"micro-batch {ref} was announced with that digest; it has {found}"
-            self._changed.notify_all()
-
     def get(self, ref: BatchRef) -> MicroBatch:
-        """The verified micro-batch. Raises `MissingError`, `DamagedError`."""
+        """The checked micro-batch; waits for its check. Raises `MissingError`, `DamagedError`."""
         with self._changed:
-            entry = self._entries.get(ref)
-        if entry is None or entry.batch is None:
-            raise MissingError(f"micro-batch {ref} was not put (or its step closed): put it first")
-        if not entry.verified:
-            self.verify(ref)
-        if entry.damage:
-            raise DamagedError(f"{entry.damage}: put it again")
-        return entry.batch
+            while True:
+                entry = self._entries.get(ref)
+                if entry is None or entry.stage is not _Stage.CHECKING:
+                    break
+                self._changed.wait()
+            if entry is not None and entry.batch is not None and entry.stage is _Stage.READY:
+                return entry.batch
+            failure = self._failures.get(ref)
+        if isinstance(failure, DamagedError):
+            raise DamagedError(f"{failure}: put it again")
+        if failure is not None:
+            raise MissingError(f"micro-batch {ref} was refused when it was put: {failure}")
+        raise MissingError(f"micro-batch {ref} was not put (or its step closed): put it first")
 
     def release_before(self, step: int) -> None:
         """Drop every step before `step`."""
         with self._changed:
             for ref in [ref for ref in self._entries if ref.step < step]:
                 self._drop(ref)
+            for ref in [ref for ref in self._failures if ref.step < step]:
+                del self._failures[ref]
 
     def clear(self) -> None:
         with self._changed:
             for ref in list(self._entries):
                 self._drop(ref)
+            self._failures.clear()
 
     def stats(self) -> StoreStats:
         with self._changed:
-            refs = tuple(sorted(ref for ref, entry in self._entries.items() if entry.batch))
+            ready = (ref for ref, entry in self._entries.items() if entry.stage is _Stage.READY)
             return StoreStats(
-                refs=refs,
+                refs=tuple(sorted(ready)),
                 stored_bytes=self._used,
                 limit_bytes=self._limit,
                 evicted=self._evicted,
                 waited=self._waited,
+                failed=self._failed,
             )

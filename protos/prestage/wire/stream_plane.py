@@ -2,29 +2,45 @@
 
 The messages are ordinary protobuf (any language can put), but chunks are written and read by hand,
 so that their bytes are copied once on each side. An upload counts only with its end message and the
-exact byte count: a client stream that fails can look like a clean end.
+exact byte count: a client stream that fails can look like a clean end. What a broken stream brought
+stays at the worker, and the next put of the same micro-batch goes on from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import grpc
 
 from prestage.microbatch import MicroBatch
-from prestage.protocol import BatchRef
+from prestage.protocol import BatchRef, Reason
 from prestage.tensor.v1 import tensor_pb2 as pb
+from prestage.wire.arena import ArenaPool
 from prestage.wire.codec import (
     Placer,
     batch_from,
+    check_digest,
     check_manifest,
+    check_shard,
+    chunk_pieces,
     content_views,
+    layout_of,
+    layout_of_batch,
     make_manifest,
 )
-from prestage.wire.errors import CodecError
+from prestage.wire.errors import CodecError, Refusal, SupersededError, WireError, classify
+from prestage.wire.layout import Layout, ShardRange
 from prestage.wire.limits import WireLimits
+from prestage.wire.planes import SendBuffer, SlotReader
 from prestage.wire.store import MicroBatchStore
+from prestage.wire.validate import check_padding
+
+log = logging.getLogger("prestage.wire")
 
 CHUNK_BYTES: Final = 1 << 20
 PUT_METHOD: Final = "/prestage.trainer.v1.TrainerWorker/PutMicroBatch"
@@ -32,6 +48,8 @@ PUT_METHOD: Final = "/prestage.trainer.v1.TrainerWorker/PutMicroBatch"
 _CHUNK_TAG: Final = (pb.PutMicroBatchRequest.CHUNK_FIELD_NUMBER << 3) | 2
 _OFFSET_TAG: Final = (pb.PutMicroBatchChunk.OFFSET_FIELD_NUMBER << 3) | 0
 _DATA_TAG: Final = (pb.PutMicroBatchChunk.DATA_FIELD_NUMBER << 3) | 2
+_BROKEN_KEPT: Final = 64
+_DAMAGED_ATTEMPTS: Final = 3
 
 
 def _varint(value: int) -> bytes:
@@ -57,13 +75,18 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 class Chunk:
-    """One chunk as the hand-written codec sees it."""
+    """One chunk as the hand-written codec sees it. A received one has one piece."""
 
-    __slots__ = ("data", "offset")
+    __slots__ = ("offset", "pieces")
 
-    def __init__(self, offset: int, data: memoryview) -> None:
+    def __init__(self, offset: int, *pieces: memoryview) -> None:
         self.offset = offset
-        self.data = data
+        self.pieces = pieces
+
+    @property
+    def size(self) -> int:
+        """Bytes of its data."""
+        return sum(len(piece) for piece in self.pieces)
 
 
 Part = pb.PutMicroBatchRequest | Chunk
@@ -73,10 +96,11 @@ def serialize_part(part: Part) -> bytes:
     """Protobuf bytes of a `PutMicroBatchRequest`. A chunk's data is copied once."""
     if not isinstance(part, Chunk):
         return part.SerializeToString()
+    size = part.size
     head = bytes([_OFFSET_TAG]) + _varint(part.offset) if part.offset else b""
-    head += bytes([_DATA_TAG]) + _varint(len(part.data))
-    outer = bytes([_CHUNK_TAG]) + _varint(len(head) + len(part.data))
-    return b"".join((outer, head, part.data))
+    head += bytes([_DATA_TAG]) + _varint(size)
+    outer = bytes([_CHUNK_TAG]) + _varint(len(head) + size)
+    return b"".join((outer, head, *part.pieces))
 
 
 def parse_part(message: bytes) -> Part:
@@ -103,30 +127,68 @@ def _parse_protobuf(message: bytes) -> Part:
     try:
         part.ParseFromString(message)
     except Exception as error:  # protobuf's DecodeError; its class differs between runtimes.
-        raise CodecError(f"not a PutMicroBatchRequest: {error}") from error
+        raise CodecError(f"not a PutMicroBatchRequest: {str(error)[:200]}") from error
     if part.WhichOneof("part") == "chunk":
         return Chunk(part.chunk.offset, memoryview(part.chunk.data))
     return part
 
 
+def parse_parts(messages: Iterable[bytes]) -> Iterator[Part]:
+    """Parses lazily, so that a malformed message is answered like any other bad upload."""
+    return map(parse_part, messages)
+
+
+def put_method_handler(
+    handle: Callable[[Iterator[Part], grpc.ServicerContext], pb.PutMicroBatchResponse],
+) -> grpc.GenericRpcHandler:
+    """A handler of PutMicroBatch alone, with the raw deserialiser. Add it before the service's."""
+
+    def put(messages: Iterator[bytes], context: grpc.ServicerContext) -> pb.PutMicroBatchResponse:
+        return handle(parse_parts(messages), context)
+
+    method: grpc.RpcMethodHandler[bytes, pb.PutMicroBatchResponse] = (
+        grpc.stream_unary_rpc_method_handler(
+            put,
+            request_deserializer=None,
+            response_serializer=pb.PutMicroBatchResponse.SerializeToString,
+        )
+    )
+    service, _, name = PUT_METHOD.strip("/").rpartition("/")
+    return grpc.method_handlers_generic_handler(service, {name: method})
+
+
+def shard_to_proto(shard: ShardRange) -> pb.Shard:
+    return pb.Shard(
+        row_start=shard.row_start,
+        row_count=shard.row_count,
+        token_start=shard.token_start,
+        token_count=shard.token_count,
+    )
+
+
 def upload_parts(
-    batch: MicroBatch, *, epoch: int, incarnation: str, chunk_bytes: int = CHUNK_BYTES
+    batch: MicroBatch,
+    header: pb.PutMicroBatchHeader,
+    layout: Layout,
+    *,
+    shard: ShardRange | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> Iterator[Part]:
-    """What a client sends to put one micro-batch (with its digest set)."""
-    manifest = make_manifest(batch)
-    header = pb.PutMicroBatchHeader(manifest=manifest, epoch=epoch, incarnation=incarnation)
+    """What a client sends to put one micro-batch (or one shard), from `header.resume_from` on."""
     yield pb.PutMicroBatchRequest(header=header)
-    offset = 0
-    for view in content_views(batch):
-        for start in range(0, len(view), chunk_bytes):
-            piece = view[start : start + chunk_bytes]
-            yield Chunk(offset, piece)
-            offset += len(piece)
-    yield pb.PutMicroBatchRequest(end=pb.PutMicroBatchEnd(total_bytes=manifest.total_bytes))
+    views = content_views(batch, layout, shard)
+    for offset, pieces in chunk_pieces(views, header.resume_from, chunk_bytes):
+        yield Chunk(offset, *pieces)
+    yield end_part(layout)
 
 
-class StreamSender:
-    """Puts micro-batches over one channel. Safe from several threads."""
+def end_part(layout: Layout) -> pb.PutMicroBatchRequest:
+    """The end message of an upload."""
+    return pb.PutMicroBatchRequest(end=pb.PutMicroBatchEnd(total_bytes=layout.total_bytes))
+
+
+class PutCall:
+    """The PutMicroBatch call of one channel. Raises `grpc.RpcError`."""
 
     def __init__(self, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._call = channel.stream_unary(
@@ -136,19 +198,135 @@ class StreamSender:
         )
         self._metadata = metadata
 
-    def put(
-        self, batch: MicroBatch, *, epoch: int, incarnation: str, timeout_s: float
-    ) -> pb.PutMicroBatchResponse:
-        """Put one micro-batch whole. Raises `grpc.RpcError`; putting again is harmless."""
-        parts = upload_parts(batch, epoch=epoch, incarnation=incarnation)
+    def __call__(self, parts: Iterator[Part], timeout_s: float) -> pb.PutMicroBatchResponse:
         response: pb.PutMicroBatchResponse = self._call(
             parts, timeout=timeout_s, metadata=self._metadata
         )
         return response
 
 
+class StreamSender:
+    """Puts micro-batches over one channel. Safe from several threads. A `PayloadPlane`."""
+
+    name: Final = "stream"
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        metadata: tuple[tuple[str, str], ...] = (),
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        idle_bytes: int = 2 << 30,
+    ) -> None:
+        """`idle_bytes`: unused send buffers that are kept for the next `reserve`."""
+        self._call = PutCall(channel, metadata)
+        self._chunk_bytes = chunk_bytes
+        self._arenas = ArenaPool(idle_bytes)
+        self._lock = threading.Lock()
+        # Uploads that broke off: their next put asks the worker how far they came.
+        self._broken: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+        self.resumed = 0
+        self.resent_damaged = 0
+
+    def reserve(self, layout: Layout) -> SendBuffer:
+        """Arrays to pack into; reused when nothing refers to them any more."""
+        buffer, fresh = self._arenas.take(layout.buffer_bytes)
+        return SendBuffer(layout=layout, buffer=buffer, zeroed=fresh)
+
+    def put(
+        self,
+        batch: MicroBatch,
+        *,
+        epoch: int,
+        incarnation: str,
+        timeout_s: float,
+        shard: ShardRange | None = None,
+    ) -> pb.PutMicroBatchResponse:
+        """Put one micro-batch, or one shard of it. Raises `grpc.RpcError`.
+
+        Putting again is harmless, and goes on where the last put broke off. Bytes that were damaged
+        on their way are sent again at once, a few times.
+        """
+        layout = layout_of_batch(batch, shard)
+        manifest = make_manifest(batch, with_blocks=shard is not None)
+        header = pb.PutMicroBatchHeader(
+            manifest=manifest,
+            epoch=epoch,
+            incarnation=incarnation,
+            shard=None if shard is None else shard_to_proto(shard),
+        )
+        for attempt in range(_DAMAGED_ATTEMPTS):
+            try:
+                return self._put(batch, header, layout, shard, timeout_s)
+            except grpc.RpcError as error:
+                outcome = classify(error)
+                damaged = isinstance(outcome, Refusal) and outcome.reason is Reason.DIGEST_MISMATCH
+                if not damaged or attempt == _DAMAGED_ATTEMPTS - 1:
+                    raise
+                self.resent_damaged += 1
+                log.warning("put of micro-batch %s is repeated: %s", batch.id, outcome)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _put(
+        self,
+        batch: MicroBatch,
+        header: pb.PutMicroBatchHeader,
+        layout: Layout,
+        shard: ShardRange | None,
+        timeout_s: float,
+    ) -> pb.PutMicroBatchResponse:
+        key = _upload_key(header)
+        with self._lock:
+            broken = key in self._broken
+        header.resume_from = 0
+        if broken and layout.total_bytes:
+            parts: list[Part] = [pb.PutMicroBatchRequest(header=header), end_part(layout)]
+            there = self._call(iter(parts), timeout_s)
+            if there.stored:
+                self._settled(key)
+                return there
+            header.resume_from = there.received_bytes
+            self.resumed += 1
+            log.warning(
+                "put of micro-batch %s goes on at byte %d of %d",
+                batch.id,
+                there.received_bytes,
+                layout.total_bytes,
+            )
+        parts_sent = upload_parts(batch, header, layout, shard=shard, chunk_bytes=self._chunk_bytes)
+        try:
+            response = self._call(parts_sent, timeout_s)
+        except grpc.RpcError as error:
+            if isinstance(classify(error), Refusal):
+                self._settled(key)
+            else:
+                with self._lock:
+                    self._broken[key] = None
+                    while len(self._broken) > _BROKEN_KEPT:
+                        self._broken.popitem(last=False)
+            raise
+        self._settled(key)
+        return response
+
+    def _settled(self, key: bytes) -> None:
+        with self._lock:
+            self._broken.pop(key, None)
+
+    def close(self) -> None:
+        """Let go of unused send buffers."""
+        self._arenas.trim()
+
+
+def _upload_key(header: pb.PutMicroBatchHeader) -> bytes:
+    """What two uploads of the same content have in common: manifest and shard."""
+    key = pb.PutMicroBatchHeader(manifest=header.manifest)
+    if header.HasField("shard"):
+        key.shard.CopyFrom(header.shard)
+    return key.SerializeToString(deterministic=True)
+
+
 class PutReceiver:
-    """The worker's half: takes one upload into the store."""
+    """The worker's half: takes one upload, of any plane, into the store."""
 
     def __init__(
         self,
@@ -158,68 +336,215 @@ class PutReceiver:
         validate: Callable[[MicroBatch], None],
         *,
         wait_s: float = 600.0,
+        shared_memory: SlotReader | None = None,
     ) -> None:
-        """`check` raises for a header of the wrong run, epoch or phase; `validate` for bad values."""
+        """`check` raises for a header of the wrong run, epoch or phase; `validate` for bad values.
+
+        `wait_s`: how long a put may wait for room. `shared_memory`: None takes streams only.
+        """
         self._store = store
         self._limits = limits
         self._check = check
         self._validate = validate
         self._wait_s = wait_s
+        self._shared_memory = shared_memory
+        self._arenas = ArenaPool(store.stats().limit_bytes)
 
-    def take(self, parts: Iterator[Part]) -> pb.PutMicroBatchResponse:
-        """Raises `WireError`s; nothing of a failed upload is kept."""
+    def take(
+        self, parts: Iterator[Part], wanted: Callable[[], bool] = lambda: True
+    ) -> pb.PutMicroBatchResponse:
+        """Take one upload and answer when it is checked. `wanted`: whether the caller is there.
+
+        Raises `WireError`s and what `check` raises. A stream that breaks off can be resumed;
+        nothing else of a failed upload is kept.
+        """
         first = next(parts, None)
         if isinstance(first, Chunk) or first is None or first.WhichOneof("part") != "header":
             raise CodecError("an upload starts with its header")
+        started_s = time.monotonic()
         header = first.header
         self._check(header)
-        check_manifest(header.manifest, self._limits)
         manifest = header.manifest
-        ref = BatchRef(step=manifest.id.step, index=manifest.id.index, digest=manifest.digest)
-        size = sum(_padded_bytes(tensor) for tensor in manifest.tensors)
-        if not self._store.begin(ref, size, wait_s=self._wait_s):
-            return pb.PutMicroBatchResponse(
-                stored=True, received_bytes=manifest.total_bytes, duplicate=True
-            )
-        try:
-            placer = Placer(manifest)
-            self._receive(parts, placer, manifest)
-            batch = batch_from(manifest, placer.arrays)
-            self._validate(batch)
-        except BaseException:
-            self._store.abandon(ref)
-            raise
-        self._store.complete(ref, batch)
-        self._store.verify(ref)
-        return pb.PutMicroBatchResponse(stored=True, received_bytes=manifest.total_bytes)
+        check_manifest(manifest, self._limits)
+        shard = check_shard(manifest, header.shard) if header.HasField("shard") else None
+        upload = _Upload(header, shard, layout_of(manifest, shard))
+        if header.HasField("shared_memory"):
+            return self._take_slot(parts, upload, wanted, started_s)
+        return self._take_stream(parts, upload, wanted, started_s)
 
-    def _receive(self, parts: Iterator[Part], placer: Placer, manifest: pb.Manifest) -> None:
-        for part in parts:
-            if isinstance(part, Chunk):
-                if len(part.data) > self._limits.max_chunk_bytes:
+    # -- the stream plane -------------------------------------------------------------------------
+
+    def _take_stream(
+        self,
+        parts: Iterator[Part],
+        upload: _Upload,
+        wanted: Callable[[], bool],
+        started_s: float,
+    ) -> pb.PutMicroBatchResponse:
+        total = upload.layout.total_bytes
+        second = next(parts, None)
+        if total and _is_end(second):
+            self._check_end(second, total)
+            ready, received = self._store.received_bytes(upload.ref)
+            return pb.PutMicroBatchResponse(
+                stored=ready, duplicate=ready, received_bytes=total if ready else received
+            )
+        if second is None:
+            raise CodecError(f"the upload of micro-batch {upload.ref} broke off after its header")
+        if not self._reserve(upload, wanted):
+            return pb.PutMicroBatchResponse(stored=True, received_bytes=total, duplicate=True)
+        try:
+            placer = self._store.placer(upload.ref, lambda: self._place(upload.layout))
+            ticket = placer.take_over()
+            placer.rewind(ticket, upload.header.resume_from)
+            self._receive(_prepend(second, parts), placer, ticket)
+            self._check(upload.header)  # An epoch that ended meanwhile brings nothing in.
+        except _BrokeOff as error:
+            raise CodecError(str(error)) from error
+        except SupersededError:
+            raise
+        except (WireError, MemoryError):
+            self._store.abandon(upload.ref)
+            raise
+        batch = upload.batch(placer)
+        readable_s = time.monotonic()
+        return self._settle(upload, batch, started_s, readable_s, padding=False)
+
+    def _place(self, layout: Layout) -> Placer:
+        buffer, fresh = self._arenas.take(layout.buffer_bytes)
+        layout.fill_padding(buffer, zeroed=fresh)
+        return Placer(layout, buffer)
+
+    def _receive(self, parts: Iterator[Part], placer: Placer, ticket: int) -> None:
+        total = placer.layout.total_bytes
+        try:
+            for part in parts:
+                if isinstance(part, Chunk):
+                    if part.size > self._limits.max_chunk_bytes:
+                        raise CodecError(
+                            f"a chunk has {part.size} bytes; at most"
+                            f" {self._limits.max_chunk_bytes} are taken"
+                        )
+                    offset = part.offset
+                    for piece in part.pieces:
+                        placer.write(ticket, offset, piece)
+                        offset += len(piece)
+                    continue
+                self._check_end(part, total)
+                if placer.received_bytes != total:
                     raise CodecError(
-                        f"a chunk has {len(part.data)} bytes; at most"
-                        f" {self._limits.max_chunk_bytes} are taken"
+                        f"the upload ends after {placer.received_bytes} of {total} bytes"
                     )
-                placer.write(part.offset, part.data)
-                continue
-            if part.WhichOneof("part") != "end":
-                raise CodecError("an upload has one header, then chunks, then its end")
-            total = manifest.total_bytes
-            if part.end.total_bytes != total or placer.received_bytes != total:
-                raise CodecError(
-                    f"the upload ends after {placer.received_bytes} bytes (its end says"
-                    f" {part.end.total_bytes}); the manifest says {total}"
-                )
-            return
-        raise CodecError(
-            f"the upload broke off after {placer.received_bytes} of {manifest.total_bytes} bytes"
+                return
+        except grpc.RpcError as error:
+            raise _BrokeOff(f"the upload broke off: {error}") from error
+        raise _BrokeOff(
+            f"the upload broke off after {placer.received_bytes} of {total} bytes: put it again,"
+            " and it goes on from there"
         )
 
+    # -- both planes ------------------------------------------------------------------------------
 
-def _padded_bytes(tensor: pb.TensorSpec) -> int:
-    size = 1
-    for axis in tensor.shape:
-        size *= axis
-    widths = {pb.DATA_TYPE_UINT8: 1, pb.DATA_TYPE_INT16: 2, pb.DATA_TYPE_INT64: 8}
-    return size * widths.get(tensor.dtype, 4)
+    def _reserve(self, upload: _Upload, wanted: Callable[[], bool]) -> bool:
+        return self._store.reserve(
+            upload.ref,
+            size=upload.layout.buffer_bytes,
+            key=_upload_key(upload.header),
+            wait_s=self._wait_s,
+            wanted=wanted,
+        )
+
+    def _settle(
+        self,
+        upload: _Upload,
+        batch: MicroBatch,
+        started_s: float,
+        readable_s: float,
+        *,
+        padding: bool,
+    ) -> pb.PutMicroBatchResponse:
+        def judge() -> None:
+            check_digest(upload.header.manifest, batch, upload.shard)
+            if padding:
+                check_padding(batch)
+            self._validate(batch)
+
+        self._store.settle(upload.ref, batch, judge)
+        return pb.PutMicroBatchResponse(
+            stored=True,
+            received_bytes=upload.layout.total_bytes,
+            receive_seconds=readable_s - started_s,
+            check_seconds=time.monotonic() - readable_s,
+        )
+
+    @staticmethod
+    def _check_end(part: Part | None, total: int) -> None:
+        if part is None or not _is_end(part):
+            raise CodecError("an upload has one header, then chunks, then its end")
+        assert not isinstance(part, Chunk)
+        if part.end.total_bytes != total:
+            raise CodecError(
+                f"the upload's end says {part.end.total_bytes} bytes; its manifest says {total}"
+            )
+
+    # -- the shared-memory plane ------------------------------------------------------------------
+
+    def _take_slot(
+        self,
+        parts: Iterator[Part],
+        upload: _Upload,
+        wanted: Callable[[], bool],
+        started_s: float,
+    ) -> pb.PutMicroBatchResponse:
+        if self._shared_memory is None:
+            raise CodecError("this worker does not offer the shared-memory plane: use the stream")
+        self._check_end(next(parts, None), upload.layout.total_bytes)
+        if not self._reserve(upload, wanted):
+            return pb.PutMicroBatchResponse(
+                stored=True, received_bytes=upload.layout.total_bytes, duplicate=True
+            )
+        try:
+            buffer = self._shared_memory.lease(
+                upload.header.shared_memory, upload.layout.buffer_bytes
+            )
+        except BaseException:
+            self._store.abandon(upload.ref)
+            raise
+        batch = batch_from(upload.header.manifest, upload.layout.arrays(buffer), upload.shard)
+        del buffer
+        readable_s = time.monotonic()
+        response = self._settle(upload, batch, started_s, readable_s, padding=True)
+        response.holds_slot = True
+        return response
+
+
+class _BrokeOff(Exception):
+    """A stream without its end."""
+
+
+class _Upload:
+    """One accepted header."""
+
+    def __init__(
+        self, header: pb.PutMicroBatchHeader, shard: ShardRange | None, layout: Layout
+    ) -> None:
+        self.header = header
+        self.shard = shard
+        self.layout = layout
+        manifest = header.manifest
+        self.ref = BatchRef(step=manifest.id.step, index=manifest.id.index, digest=manifest.digest)
+
+    def batch(self, placer: Placer) -> MicroBatch:
+        """The micro-batch on the placer's arrays, which nobody may write any more."""
+        buffer = placer.buffer.view()
+        buffer.flags.writeable = False
+        return batch_from(self.header.manifest, self.layout.arrays(buffer), self.shard)
+
+
+def _is_end(part: Part | None) -> bool:
+    return part is not None and not isinstance(part, Chunk) and part.WhichOneof("part") == "end"
+
+
+def _prepend(first: Part, rest: Iterator[Part]) -> Iterator[Part]:
+    yield first
+    yield from rest

@@ -24,33 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprestage/tensor/v1/tensor.proto\x12\x12prestage.tensor.v1\";\n\x0cMicroBatchId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\"u\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.prestage.tensor.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\"\xc9\x01\n\x08Manifest\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .prestage.tensor.v1.MicroBatchId\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x16\n\x0etokens_per_row\x18\x03 \x01(\r\x12\x13\n\x0brow_lengths\x18\x04 \x03(\r\x12/\n\x07tensors\x18\x05 \x03(\x0b\x32\x1e.prestage.tensor.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\"W\n\x05Shard\x12\x11\n\trow_start\x18\x01 \x01(\r\x12\x11\n\trow_count\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x13\n\x0btoken_count\x18\x04 \x01(\r\"R\n\x10SharedMemorySlot\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"\xe5\x01\n\x13PutMicroBatchHeader\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.prestage.tensor.v1.Manifest\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05shard\x18\x03 \x01(\x0b\x32\x19.prestage.tensor.v1.Shard\x12;\n\rshared_memory\x18\x04 \x01(\x0b\x32$.prestage.tensor.v1.SharedMemorySlot\x12\x13\n\x0bresume_from\x18\x05 \x01(\x04\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"2\n\x12PutMicroBatchChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\'\n\x10PutMicroBatchEnd\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\"\xc7\x01\n\x14PutMicroBatchRequest\x12\x39\n\x06header\x18\x01 \x01(\x0b\x32\'.prestage.tensor.v1.PutMicroBatchHeaderH\x00\x12\x37\n\x05\x63hunk\x18\x02 \x01(\x0b\x32&.prestage.tensor.v1.PutMicroBatchChunkH\x00\x12\x33\n\x03\x65nd\x18\x03 \x01(\x0b\x32$.prestage.tensor.v1.PutMicroBatchEndH\x00\x42\x06\n\x04part\"R\n\x15PutMicroBatchResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x11\n\tduplicate\x18\x03 \x01(\x08*\xa8\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x04\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprestage/tensor/v1/tensor.proto\x12\x12prestage.tensor.v1\";\n\x0cMicroBatchId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05index\x18\x03 \x01(\r\"\x8c\x01\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12+\n\x05\x64type\x18\x02 \x01(\x0e\x32\x1c.prestage.tensor.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x15\n\rblock_digests\x18\x06 \x01(\x0c\"\xc9\x01\n\x08Manifest\x12,\n\x02id\x18\x01 \x01(\x0b\x32 .prestage.tensor.v1.MicroBatchId\x12\x0c\n\x04rows\x18\x02 \x01(\r\x12\x16\n\x0etokens_per_row\x18\x03 \x01(\r\x12\x13\n\x0brow_lengths\x18\x04 \x03(\r\x12/\n\x07tensors\x18\x05 \x03(\x0b\x32\x1e.prestage.tensor.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\"W\n\x05Shard\x12\x11\n\trow_start\x18\x01 \x01(\r\x12\x11\n\trow_count\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x13\n\x0btoken_count\x18\x04 \x01(\r\"R\n\x10SharedMemorySlot\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\"\xe5\x01\n\x13PutMicroBatchHeader\x12.\n\x08manifest\x18\x01 \x01(\x0b\x32\x1c.prestage.tensor.v1.Manifest\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12(\n\x05shard\x18\x03 \x01(\x0b\x32\x19.prestage.tensor.v1.Shard\x12;\n\rshared_memory\x18\x04 \x01(\x0b\x32$.prestage.tensor.v1.SharedMemorySlot\x12\x13\n\x0bresume_from\x18\x05 \x01(\x04\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\"2\n\x12PutMicroBatchChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\'\n\x10PutMicroBatchEnd\x12\x13\n\x0btotal_bytes\x18\x01 \x01(\x04\"\xc7\x01\n\x14PutMicroBatchRequest\x12\x39\n\x06header\x18\x01 \x01(\x0b\x32\'.prestage.tensor.v1.PutMicroBatchHeaderH\x00\x12\x37\n\x05\x63hunk\x18\x02 \x01(\x0b\x32&.prestage.tensor.v1.PutMicroBatchChunkH\x00\x12\x33\n\x03\x65nd\x18\x03 \x01(\x0b\x32$.prestage.tensor.v1.PutMicroBatchEndH\x00\x42\x06\n\x04part\"\x96\x01\n\x15PutMicroBatchResponse\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x16\n\x0ereceived_bytes\x18\x02 \x01(\x04\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x12\x12\n\nholds_slot\x18\x04 \x01(\x08\x12\x17\n\x0freceive_seconds\x18\x05 \x01(\x01\x12\x15\n\rcheck_seconds\x18\x06 \x01(\x01*\xa8\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x01\x12\x13\n\x0f\x44\x41TA_TYPE_INT16\x10\x02\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x04\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prestage.tensor.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1224
-  _globals['_DATATYPE']._serialized_end=1392
+  _globals['_DATATYPE']._serialized_start=1317
+  _globals['_DATATYPE']._serialized_end=1485
   _globals['_MICROBATCHID']._serialized_start=55
   _globals['_MICROBATCHID']._serialized_end=114
-  _globals['_TENSORSPEC']._serialized_start=116
-  _globals['_TENSORSPEC']._serialized_end=233
-  _globals['_MANIFEST']._serialized_start=236
-  _globals['_MANIFEST']._serialized_end=437
-  _globals['_SHARD']._serialized_start=439
-  _globals['_SHARD']._serialized_end=526
-  _globals['_SHAREDMEMORYSLOT']._serialized_start=528
-  _globals['_SHAREDMEMORYSLOT']._serialized_end=610
-  _globals['_PUTMICROBATCHHEADER']._serialized_start=613
-  _globals['_PUTMICROBATCHHEADER']._serialized_end=842
-  _globals['_PUTMICROBATCHCHUNK']._serialized_start=844
-  _globals['_PUTMICROBATCHCHUNK']._serialized_end=894
-  _globals['_PUTMICROBATCHEND']._serialized_start=896
-  _globals['_PUTMICROBATCHEND']._serialized_end=935
-  _globals['_PUTMICROBATCHREQUEST']._serialized_start=938
-  _globals['_PUTMICROBATCHREQUEST']._serialized_end=1137
-  _globals['_PUTMICROBATCHRESPONSE']._serialized_start=1139
-  _globals['_PUTMICROBATCHRESPONSE']._serialized_end=1221
+  _globals['_TENSORSPEC']._serialized_start=117
+  _globals['_TENSORSPEC']._serialized_end=257
+  _globals['_MANIFEST']._serialized_start=260
+  _globals['_MANIFEST']._serialized_end=461
+  _globals['_SHARD']._serialized_start=463
+  _globals['_SHARD']._serialized_end=550
+  _globals['_SHAREDMEMORYSLOT']._serialized_start=552
+  _globals['_SHAREDMEMORYSLOT']._serialized_end=634
+  _globals['_PUTMICROBATCHHEADER']._serialized_start=637
+  _globals['_PUTMICROBATCHHEADER']._serialized_end=866
+  _globals['_PUTMICROBATCHCHUNK']._serialized_start=868
+  _globals['_PUTMICROBATCHCHUNK']._serialized_end=918
+  _globals['_PUTMICROBATCHEND']._serialized_start=920
+  _globals['_PUTMICROBATCHEND']._serialized_end=959
+  _globals['_PUTMICROBATCHREQUEST']._serialized_start=962
+  _globals['_PUTMICROBATCHREQUEST']._serialized_end=1161
+  _globals['_PUTMICROBATCHRESPONSE']._serialized_start=1164
+  _globals['_PUTMICROBATCHRESPONSE']._serialized_end=1314
 # @@protoc_insertion_point(module_scope)

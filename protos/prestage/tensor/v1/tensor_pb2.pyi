@@ -35,18 +35,20 @@ class MicroBatchId(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "offset", "bytes")
+    __slots__ = ("name", "dtype", "shape", "offset", "bytes", "block_digests")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     offset: int
     bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    block_digests: bytes
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., block_digests: _Optional[bytes] = ...) -> None: ...
 
 class Manifest(_message.Message):
     __slots__ = ("id", "rows", "tokens_per_row", "row_lengths", "tensors", "total_bytes", "digest")
@@ -131,11 +133,17 @@ class PutMicroBatchRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PutMicroBatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[PutMicroBatchChunk, _Mapping]] = ..., end: _Optional[_Union[PutMicroBatchEnd, _Mapping]] = ...) -> None: ...
 
 class PutMicroBatchResponse(_message.Message):
-    __slots__ = ("stored", "received_bytes", "duplicate")
+    __slots__ = ("stored", "received_bytes", "duplicate", "holds_slot", "receive_seconds", "check_seconds")
     STORED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_SLOT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHECK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     stored: bool
     received_bytes: int
     duplicate: bool
-    def __init__(self, stored: bool = ..., received_bytes: _Optional[int] = ..., duplicate: bool = ...) -> None: ...
+    holds_slot: bool
+    receive_seconds: float
+    check_seconds: float
+    def __init__(self, stored: bool = ..., received_bytes: _Optional[int] = ..., duplicate: bool = ..., holds_slot: bool = ..., receive_seconds: _Optional[float] = ..., check_seconds: _Optional[float] = ...) -> None: ...

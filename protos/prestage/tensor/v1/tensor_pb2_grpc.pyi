@@ -5,6 +5,8 @@ Micro-batches on the wire: what is in one, and how its bytes travel.
 
 Legal stream of one upload:   header chunk* end
 Only real content is sent: no padding rows, no padding within a row, no absent field.
+A stream that breaks off leaves its contiguous bytes at the worker. `header end` asks how many
+there are (the answer has stored = false); the next stream resumes from there.
 """
 
 from collections import abc as _abc
