@@ -15,7 +15,7 @@ from absl import app
 COMMANDS: Final = {
     "bench": "orchestrator.bench.main",
     "check-trace": "orchestrator.check_trace",
-    "conformance": "orchestrator.bench.conformance",
+    "conformance": "orchestrator.bench.conformance.main",
     "render": "orchestrator.recipes.main",
     "simulate": "orchestrator.bench.simulate",
 }

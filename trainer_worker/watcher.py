@@ -11,13 +11,14 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from prestage.trace import DeviceRecord
 from trainer_worker.clock import Clock
 from trainer_worker.engine import Dispatched, EngineError, PreparedInput
 from trainer_worker.timeline import BoundaryFacts, DeviceTimeline
 
+COPIES_KEPT: Final = 64
 Sink = Callable[[DeviceRecord], None]
 
 
@@ -135,6 +136,8 @@ class ThreadWatcher:
             finished_s = span.finished_s
         with self._copied:
             self._ready_s[step, index] = finished_s
+            while len(self._ready_s) > COPIES_KEPT:  # Staged inputs that an abort dropped.
+                del self._ready_s[next(iter(self._ready_s))]
             self._copied.notify_all()
         started_s = now_s if span is None or span.started_s is None else span.started_s
         self._out(
@@ -191,7 +194,6 @@ class ThreadWatcher:
     def restarted(self) -> None:
         with self._lock:
             self._timeline.restarted()
-            self._ready_s.clear()
 
     def facts(self, step: int) -> BoundaryFacts:
         with self._lock:

@@ -10,11 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from orchestrator.bench.conformance.driver import Driver, Refused
 from prestage.protocol import SEQUENCED_CALLS, TABLE, Call, Phase, Reason
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.channel import open_channel
 from prestage.wire.errors import CODE_OF_REASON
-from tests.support.driver import Driver, Refused
 from tests.support.rig import address_of, served, socket_folder
 from trainer_worker.clock import RealClock
 from trainer_worker.engines.timed import TimedConfig, create_timed

@@ -1,9 +1,10 @@
-"""Drives a served worker call by call, with every key made by hand."""
+"""Drives a worker call by call, with every key made by hand: what no orderly client would do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final, TypeVar
 
 import grpc
 
@@ -17,8 +18,15 @@ from prestage.wire.channel import open_channel
 from prestage.wire.errors import Refusal, classify
 from prestage.wire.stream_plane import StreamSender
 
-SHAPE = SyntheticShape(rows=1, tokens_per_row=16, real_length=12, micro_batches=3)
-FIELDS = ("advantages", "loss_mask", "positions", "sampling_logprobs", "segment_ids", "tokens")
+SHAPE: Final = SyntheticShape(rows=1, tokens_per_row=16, real_length=12, micro_batches=3)
+FIELDS: Final = (
+    "advantages",
+    "loss_mask",
+    "positions",
+    "sampling_logprobs",
+    "segment_ids",
+    "tokens",
+)
 
 
 class Refused(Exception):
@@ -33,7 +41,10 @@ class Refused(Exception):
         return self.refusal.reason
 
 
-def answer_of(call: Callable[[], object]) -> object:
+T = TypeVar("T")
+
+
+def answer_of(call: Callable[[], T]) -> T:
     """Make a call; a refusal becomes `Refused`, anything else is the transport's."""
     try:
         return call()
@@ -54,6 +65,7 @@ class Driver:
     epoch: int = 0
     incarnation: str = ""
     timeout_s: float = 30.0
+    shape: SyntheticShape = SHAPE
     channel: grpc.Channel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +80,6 @@ class Driver:
         response = answer_of(
             lambda: self.stub.OpenRun(pb.OpenRunRequest(run_id=self.run_id), timeout=30)
         )
-        assert isinstance(response, pb.OpenRunResponse)
         self.epoch, self.incarnation = response.state.epoch, response.state.incarnation
         self.seq = 0
         return response.state
@@ -85,7 +96,7 @@ class Driver:
         return self.stub.GetState(request, timeout=30).state.parameter_digest
 
     def batch(self, step: int, index: int) -> MicroBatch:
-        return make_batch(SHAPE, self.run_id, step, index)
+        return make_batch(self.shape, self.run_id, step, index)
 
     def put(self, batch: MicroBatch) -> object:
         return answer_of(
@@ -113,7 +124,8 @@ class Driver:
                 step=step, index=index, digest=digest or self.batch(step, index).digest
             )
         details = {
-            Call.COMPILE: f"rows=1 tokens_per_row=16 fields={','.join(sorted(FIELDS))} routing=",
+            Call.COMPILE: f"rows={self.shape.rows} tokens_per_row={self.shape.tokens_per_row}"
+            f" fields={','.join(sorted(FIELDS))} routing=",
             Call.SAVE_CHECKPOINT: "data_cursor=c",
             Call.RESTORE_CHECKPOINT: "step=-1",
             Call.RELEASE_WEIGHT_SYNC: "version=0",
@@ -149,8 +161,13 @@ class Driver:
                 return stub.Update(pb.UpdateRequest(key=key), timeout=timeout)
             case Call.COMPILE:
                 return stub.Compile(
-                    pb.CompileRequest(key=key, rows=1, tokens_per_row=16, fields=sorted(FIELDS)),
-                    timeout=timeout,
+                    pb.CompileRequest(
+                        key=key,
+                        rows=self.shape.rows,
+                        tokens_per_row=self.shape.tokens_per_row,
+                        fields=sorted(FIELDS),
+                    ),
+                    timeout=max(timeout, 1800.0),
                 )
             case Call.SAVE_CHECKPOINT:
                 return stub.SaveCheckpoint(
@@ -172,21 +189,21 @@ class Driver:
     def read(self, call: Call, step: int = 0, index: int = 0) -> object:
         """Make one unsequenced call."""
         ref = pb.BatchRef(step=step, index=index, digest=self.batch(step, index).digest)
-        named = {"run_id": self.run_id, "epoch": self.epoch}
+        run_id, epoch = self.run_id, self.epoch
         match call:
             case Call.GET_METRICS:
-                request = pb.GetMetricsRequest(from_step=step, **named)
+                request = pb.GetMetricsRequest(from_step=step, run_id=run_id, epoch=epoch)
                 return answer_of(lambda: self.stub.GetMetrics(request, timeout=self.timeout_s))
             case Call.COMPUTE_LOGPROBS:
-                logprobs = pb.ComputeLogprobsRequest(batch=ref, **named)
+                logprobs = pb.ComputeLogprobsRequest(batch=ref, run_id=run_id, epoch=epoch)
                 return answer_of(
                     lambda: self.stub.ComputeLogprobs(logprobs, timeout=self.timeout_s)
                 )
             case Call.EVALUATE:
-                evaluate = pb.EvaluateRequest(batch=ref, **named)
+                evaluate = pb.EvaluateRequest(batch=ref, run_id=run_id, epoch=epoch)
                 return answer_of(lambda: self.stub.Evaluate(evaluate, timeout=self.timeout_s))
             case Call.EXPORT_WEIGHTS:
-                export = pb.ExportWeightsRequest(version=0, **named)
+                export = pb.ExportWeightsRequest(version=0, run_id=run_id, epoch=epoch)
                 return answer_of(lambda: list(self.stub.ExportWeights(export, timeout=30)))
             case Call.GET_STATE:
                 return self.state()
