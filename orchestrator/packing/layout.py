@@ -133,6 +133,13 @@ class StepPlan:
         return sum(plan.used_rows for plan in self.micro_batches)
 
     @property
+    def rows_over_first_fit_decreasing(self) -> int:
+        """Rows beyond those of first-fit decreasing (as dealt to the ranks); 0 but for an early
+        first micro-batch whose step turned out otherwise than it began. Worth a counter."""
+        ranks = self.micro_batches[0].ranks
+        return max(0, self.used_rows - -(-self.first_fit_decreasing_rows // ranks) * ranks)
+
+    @property
     def real_tokens(self) -> int:
         """Tokens of all segments."""
         return sum(plan.real_tokens for plan in self.micro_batches)

@@ -10,7 +10,10 @@ as a whole, by the row rule. If no mark qualifies, the whole step is packed toge
 
 So micro-batch 0 depends on a prefix of the durable order alone: it can be sent when that prefix is
 in, and it is the same when all groups are there from the start. The rest keeps the row rule by
-itself, and the first micro-batch loses at most an eighth of one row.
+itself, and the first micro-batch loses at most an eighth of one row. No prefix can know what
+follows: where a step begins with short lengths and goes on with ones that only those would have
+completed, the step takes more rows than packing it at once. `rows_over_first_fit_decreasing` of
+the plan tells; it is 0 where groups come in no particular order.
 """
 
 from __future__ import annotations

@@ -162,6 +162,7 @@ class RecordedRollouts:
             return pq.ParquetFile(
                 self._path,
                 memory_map=False,
+                page_checksum_verification=True,  # Where the writer left checksums.
                 thrift_string_size_limit=_METADATA_BYTES,
                 thrift_container_size_limit=_METADATA_BYTES,
             )
