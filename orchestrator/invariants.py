@@ -83,11 +83,12 @@ class Ledger:
     """What the history so far amounts to. A value; `observe` makes new ones."""
 
     known: bool = False  # The position is known (a trace may begin in the middle of a run).
+    complete: bool = False  # Nothing of the run happened before this history.
     incarnation: str = ""
     epoch: int = 0
-    last_seq: int = 0  # Last seq carried out in this epoch; -1 = not known.
+    last_seq: int = 0  # Last seq carried out in this epoch.
     step: int = 0  # Steps closed.
-    version: int = 0  # Updates applied; -1 = not known.
+    version: int = -1  # Updates applied; -1 = not known.
     open: tuple[Batch, ...] = ()  # Trained in the open step, in order.
     deferred: bool = False
     staged: Batch | None = None
@@ -99,8 +100,10 @@ class Ledger:
     unsettled: tuple[TraceRecord, ...] = ()  # Lost calls that claim the next seq.
 
 
-FROM_SCRATCH: Final = Ledger(known=True)
-"""A run that is seen from its first call on."""
+FROM_SCRATCH: Final = Ledger(known=True, complete=True, version=0)
+"""A run that is seen whole, from its first call on."""
+NEW_PROCESS: Final = Ledger(known=True, version=0)
+"""A worker process that is seen from its start; what is on its disk is not known."""
 
 Observed = tuple[Ledger, tuple[Violation, ...]]
 
@@ -169,7 +172,7 @@ def _opened(ledger: Ledger, record: TraceRecord) -> Observed:
 
 
 def _replayed(ledger: Ledger, record: TraceRecord) -> tuple[Violation, ...]:
-    if ledger.last_seq >= 0 and record.epoch == ledger.epoch and record.seq > ledger.last_seq:
+    if record.epoch == ledger.epoch and record.seq > ledger.last_seq:
         return (
             _broken(
                 Rule.CARRIED_OUT_ONCE,
@@ -215,7 +218,7 @@ def _key(ledger: Ledger, record: TraceRecord) -> Observed:
     found: list[Violation] = []
     if record.incarnation and record.incarnation != ledger.incarnation:
         if ledger.incarnation:
-            ledger = replace(new_process(ledger, record.incarnation), known=False)
+            ledger = replace(new_process(ledger, record.incarnation), known=False, version=-1)
         ledger = replace(ledger, incarnation=record.incarnation)
     if record.epoch < ledger.epoch:
         found.append(
@@ -227,15 +230,15 @@ def _key(ledger: Ledger, record: TraceRecord) -> Observed:
         )
         return ledger, tuple(found)
     if record.epoch > ledger.epoch:
-        ledger = replace(ledger, epoch=record.epoch, last_seq=0 if ledger.epoch else -1)
-    if ledger.last_seq >= 0 and record.seq <= ledger.last_seq:
+        ledger = replace(ledger, epoch=record.epoch, last_seq=0)
+    if record.seq <= ledger.last_seq:
         found.append(
             _broken(
                 Rule.CARRIED_OUT_ONCE,
                 f"{_name(record)} carried out seq {record.seq} again (last was {ledger.last_seq})",
             )
         )
-    elif ledger.last_seq >= 0 and record.seq > ledger.last_seq + 1:
+    elif record.seq > ledger.last_seq + 1:
         found.append(
             _broken(
                 Rule.CARRIED_OUT_ONCE,
@@ -309,7 +312,6 @@ def _place(ledger: Ledger, record: TraceRecord) -> Ledger:
             ledger,
             known=True,
             step=step - 1 if deferred else step,
-            version=-1,
             deferred=deferred,
             open=((step - 1, 0, ""),) if deferred else (),
         )
@@ -317,7 +319,7 @@ def _place(ledger: Ledger, record: TraceRecord) -> Ledger:
     staged = ledger.staged
     if record.used_staged_input and staged is None:
         staged = (record.step, record.index, record.digest)
-    return replace(ledger, known=True, step=step, version=-1, open=before, staged=staged)
+    return replace(ledger, known=True, step=step, open=before, staged=staged)
 
 
 def _trained(ledger: Ledger, record: TraceRecord, expect: Expectation) -> Observed:
@@ -535,7 +537,7 @@ def _restored(ledger: Ledger, record: TraceRecord) -> Observed:
     targets = [step for step, saved_version in ledger.saved if saved_version == version]
     if not targets:
         found: tuple[Violation, ...] = ()
-        if ledger.saved or ledger.known:
+        if ledger.complete:
             found = (
                 _broken(
                     Rule.RESTORE,
@@ -658,7 +660,8 @@ class DeviceLedger:
     computed_s: Mapping[int, float] = field(default_factory=dict)  # Step to its last compute's end.
 
 
-_TIME_SLACK_S: Final = 1e-6
+_TIME_SLACK_S: Final = 1e-3
+"""Device times may be the host's observations."""
 
 
 def observe_device(
