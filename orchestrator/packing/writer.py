@@ -69,28 +69,31 @@ def common_fields(trajectories: Iterable[Trajectory]) -> FieldSet:
     shape, than the ones before it. Absent values are never filled in or shifted.
     """
     fields: FieldSet | None = None
-    first = ""
+    first: Trajectory | None = None
     for trajectory in trajectories:
-        name = f"group {trajectory.group_id!r} index {trajectory.index}"
-        if fields is None:
+        if fields is None or first is None:
             fields = FieldSet(
                 optional=trajectory.optional_fields, routing_shape=trajectory.routing_shape
             )
-            first = name
-        elif trajectory.optional_fields != fields.optional:
-            lacks = sorted(set(fields.optional) - set(trajectory.optional_fields))
-            extra = sorted(set(trajectory.optional_fields) - set(fields.optional))
+            first = trajectory
+        elif (present := trajectory.optional_fields) != fields.optional:
+            lacks = sorted(set(fields.optional) - set(present))
+            extra = sorted(set(present) - set(fields.optional))
             what = f"has no {lacks[0]}" if lacks else f"has {extra[0]}"
             raise PackingError(
-                f"{name} {what}, unlike {first}: a step's trajectories all have a field or none"
+                f"{_name(trajectory)} {what}, unlike {_name(first)}: a step's trajectories all have a field or none"
                 " has it; fix the producer, or drop the field everywhere"
             )
         elif trajectory.routing_shape != fields.routing_shape:
             raise PackingError(
-                f"{name} has routing of {trajectory.routing_shape} (layers, top_k), unlike"
-                f" {first} with {fields.routing_shape}"
+                f"{_name(trajectory)} has routing of {trajectory.routing_shape} (layers, top_k), unlike"
+                f" {_name(first)} with {fields.routing_shape}"
             )
     return FieldSet() if fields is None else fields
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"group {trajectory.group_id!r} index {trajectory.index}"
 
 
 def allocate(rows: int, tokens_per_row: int, fields: FieldSet) -> dict[str, Array]:
@@ -169,6 +172,9 @@ class _Writer:
         self._positions = out["positions"]
         self._loss_mask = out["loss_mask"]
         self._advantages = out["advantages"]
+        self._sampling = out.get("sampling_logprobs")
+        self._old = out.get("old_logprobs")
+        self._ref = out.get("ref_logprobs")
         self._routing = out.get("routed_experts")
 
     def pad(self, row: int, start: int, stop: int) -> None:
@@ -187,38 +193,49 @@ class _Writer:
         self._segment_ids[row, start:end] = number
         self._positions[row, start:end] = self._ramp[: end - start]
         mask = self._loss_mask[row]
+        # The first token has no predictor, even where there is no prompt.
+        trained_from = max(middle, start + 1)
         if trajectory.loss_mask is None:
-            mask[start:middle] = 0
-            mask[middle:end] = 1
+            mask[start:trained_from] = 0
+            mask[trained_from:end] = 1
             wanted, first = end - middle, middle == start
         else:
             mask[start:end] = trajectory.loss_mask
+            mask[start] = 0
             wanted, first = trajectory.trainable_tokens, bool(trajectory.loss_mask[0])
-        mask[start] = 0
         advantages = self._advantages[row]
         advantages[start:middle] = 0
         advantages[middle:end] = trajectory.advantage
-        for name, values in trajectory.token_logprobs():
-            target = self._out[name][row]
-            target[start:middle] = 0
-            target[middle:end] = values
+        if self._sampling is not None and trajectory.sampling_logprobs is not None:
+            self._sampling[row, start:middle] = 0
+            self._sampling[row, middle:end] = trajectory.sampling_logprobs
+        if self._old is not None and trajectory.old_logprobs is not None:
+            self._old[row, start:middle] = 0
+            self._old[row, middle:end] = trajectory.old_logprobs
+        if self._ref is not None and trajectory.ref_logprobs is not None:
+            self._ref[row, start:middle] = 0
+            self._ref[row, middle:end] = trajectory.ref_logprobs
         if self._routing is not None and trajectory.routed_experts is not None:
             self._routing[row, start:end] = trajectory.routed_experts
         return wanted - int(first), int(first)
 
 
 def _member(segment: Segment, trajectories: Mapping[tuple[str, int], Trajectory]) -> Trajectory:
-    where = f"group {segment.group_id!r} index {segment.index}"
     trajectory = trajectories.get(segment.key)
     if trajectory is None:
-        raise PackingError(f"{where} is in the plan but not among the trajectories")
+        raise PackingError(
+            f"group {segment.group_id!r} index {segment.index} is in the plan but not among the"
+            " trajectories"
+        )
     if trajectory.total_tokens != segment.length:
         raise PackingError(
-            f"{where} has {trajectory.total_tokens} tokens; the plan says {segment.length}: it was"
+            f"{_name(trajectory)} has {trajectory.total_tokens} tokens; the plan says {segment.length}: it was"
             " made from other data"
         )
     if trajectory.advantage is None:
-        raise PackingError(f"{where} has no advantage; compute advantages before packing")
+        raise PackingError(
+            f"{_name(trajectory)} has no advantage; compute advantages before packing"
+        )
     return trajectory
 
 
