@@ -13,7 +13,8 @@ from absl import app, flags
 
 from prestage.strict_flags import define_strict_bool
 from prestage.wire.channel import AddressError, tune_allocator
-from trainer_worker.engines.registry import ENGINES, EngineConfigError, create_engine
+from trainer_worker.engines.errors import EngineConfigError
+from trainer_worker.engines.registry import ENGINES, create_engine
 from trainer_worker.epoch_file import StateFolderError
 from trainer_worker.server import InsecureAddress, ServerConfig, WorkerServer
 

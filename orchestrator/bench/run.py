@@ -38,9 +38,9 @@ class ModelRun:
 
 MODELS: Final[Mapping[str, ModelRun]] = {
     "tiny": ModelRun(
-        rows=4,
+        rows=2,
         tokens_per_row=1024,
-        groups_per_batch=4,
+        groups_per_batch=2,
         num_steps=5,
         worker=("--engine=jax", "--preset=tiny", "--learning_rate=1e-3"),
     ),

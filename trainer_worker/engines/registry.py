@@ -10,12 +10,10 @@ from absl import flags
 from prestage.strict_flags import define_finite_float, define_strict_bool
 from trainer_worker.clock import RealClock
 from trainer_worker.engine import EngineParts
+from trainer_worker.engines.errors import EngineConfigError
+from trainer_worker.engines.jax_flags import create_from_flags
 
 ENGINES: Final = ("jax", "timed")
-
-
-class EngineConfigError(Exception):
-    """Engine flags that cannot be used; names the flag, its value and the fix."""
 
 
 _CHECKPOINTS = flags.DEFINE_string("checkpoint_dir", "", "Folder for checkpoints; empty: none.")
@@ -59,8 +57,6 @@ def create_engine(name: str) -> EngineParts:
     """Build an engine from its flags. Raises `EngineConfigError`."""
     if name == "timed":
         return _timed()
-    from trainer_worker.engines.jax_flags import create_from_flags
-
     return create_from_flags(
         max_inflight=_INFLIGHT.value,
         checkpoint_dir=Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None,

@@ -1,0 +1,164 @@
+"""The model: a decoder in the Llama/Qwen shape, in plain JAX.
+
+Plain functions over a dictionary of arrays rather than a module library: parameters are what a
+checkpoint, a weight export and a digest see, layers are one `lax.scan` over stacked arrays (so that
+compile time does not grow with depth), and placement is a matter of a few named arrays. RMSNorm,
+RoPE by `positions`, grouped-query attention within a segment, SwiGLU, tied or untied head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import Array, lax
+
+from trainer_worker.engines.jax_engine.config import ModelConfig
+
+Params = Mapping[str, Array | Mapping[str, Array]]
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stacked layer parameters, `[layers, ...]`."""
+    layers, hidden = config.num_layers, config.hidden_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    return {
+        "attn_norm": (layers, hidden),
+        "wq": (layers, hidden, queries),
+        "wk": (layers, hidden, keys),
+        "wv": (layers, hidden, keys),
+        "wo": (layers, queries, hidden),
+        "ffn_norm": (layers, hidden),
+        "w_gate": (layers, hidden, config.ffn_size),
+        "w_up": (layers, hidden, config.ffn_size),
+        "w_down": (layers, config.ffn_size, hidden),
+    }
+
+
+def init_params(config: ModelConfig, seed: int) -> dict[str, object]:
+    """Random f32 parameters on the host; the same for a seed on every machine."""
+    rng = np.random.default_rng(seed)
+
+    def matrix(shape: tuple[int, ...], fan_in: int) -> npt.NDArray[np.float32]:
+        return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)
+
+    layers: dict[str, npt.NDArray[np.float32]] = {}
+    for name, shape in layer_shapes(config).items():
+        layers[name] = np.ones(shape, np.float32) if len(shape) == 2 else matrix(shape, shape[1])
+    hidden = config.hidden_size
+    params: dict[str, object] = {
+        "embed": matrix((config.vocab_size, hidden), hidden),
+        "layers": layers,
+        "final_norm": np.ones((hidden,), np.float32),
+    }
+    if not config.tied_head:
+        params["head"] = matrix((config.vocab_size, hidden), hidden)
+    return params
+
+
+def head_table(params: Params) -> Array:
+    """The vocabulary table `[V, D]` that scores tokens."""
+    table = params["head"] if "head" in params else params["embed"]
+    assert not isinstance(table, Mapping)
+    return table
+
+
+def final_norm(params: Params) -> Array:
+    """Scale of the final RMSNorm `[D]`."""
+    scale = params["final_norm"]
+    assert not isinstance(scale, Mapping)
+    return scale
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x * scale / rms(x) over the last axis, in f32."""
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * inverse * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rope(x: Array, positions: Array, theta: float) -> Array:
+    """Rotate `[R, T, heads, head_dim]` by `positions` `[R, T]`; halves, not interleaved pairs."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
+    """Causal attention within segments. q `[R, T, H, d]`, k and v `[R, T, K, d]` -> `[R, T, H, d]`.
+
+    A block of queries at a time: scores are `[R, H, block, T]`, never `[R, H, T, T]`.
+    """
+    rows, tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    block = min(block, tokens)
+    padded = -(-tokens // block) * block
+    pad = padded - tokens
+    blocks = padded // block
+    grouped = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
+    grouped = jnp.pad(grouped, ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0)))
+    grouped = grouped.reshape(rows, blocks, block, kv_heads, heads // kv_heads, dim)
+    query_segments = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(rows, blocks, block)
+    keys = jnp.arange(tokens)
+
+    def one(index: Array) -> Array:
+        queries = index * block + jnp.arange(block)
+        scores = jnp.einsum("rqkgd,rtkd->rkgqt", grouped[:, index], k) * dim**-0.5
+        same = query_segments[:, index][:, :, None] == segment_ids[:, None, :]
+        mask = same & (keys[None, :] <= queries[:, None])[None]
+        scores = jnp.where(mask[:, None, None], scores.astype(jnp.float32), -1e30)
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("rkgqt,rtkd->rqkgd", weights, v)
+
+    out = lax.map(jax.checkpoint(one), jnp.arange(blocks))  # [blocks, R, block, K, G, d]
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, padded, heads, dim)
+    return out[:, :tokens]
+
+
+def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> Array:
+    """SwiGLU. The seam where expert layers go."""
+    del config
+    gate = jax.nn.silu(x @ layer["w_gate"].astype(x.dtype))
+    return (gate * (x @ layer["w_up"].astype(x.dtype))) @ layer["w_down"].astype(x.dtype)
+
+
+def _layer(
+    config: ModelConfig, x: Array, layer: Mapping[str, Array], positions: Array, segments: Array
+) -> Array:
+    rows, tokens, _ = x.shape
+    normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
+
+    def heads(weight: Array, count: int) -> Array:
+        return (normed @ weight.astype(x.dtype)).reshape(rows, tokens, count, config.head_dim)
+
+    q = _rope(heads(layer["wq"], config.num_heads), positions, config.rope_theta)
+    k = _rope(heads(layer["wk"], config.num_kv_heads), positions, config.rope_theta)
+    v = heads(layer["wv"], config.num_kv_heads)
+    mixed = _attend(q, k, v, segments, config.query_block).reshape(rows, tokens, -1)
+    x = x + mixed @ layer["wo"].astype(x.dtype)
+    normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
+    return x + feed_forward(config, normed, layer)
+
+
+def hidden_states(
+    config: ModelConfig, params: Params, tokens: Array, positions: Array, segment_ids: Array
+) -> Array:
+    """Hidden states `[R, T, D]` before the final norm, 0 at padding."""
+    embed, layers = params["embed"], params["layers"]
+    assert not isinstance(embed, Mapping)
+    x = embed[tokens].astype(jnp.dtype(config.compute_dtype))
+
+    def step(x: Array, layer: Mapping[str, Array]) -> tuple[Array, None]:
+        return _layer(config, x, layer, positions, segment_ids), None
+
+    x, _ = lax.scan(jax.checkpoint(step), x, layers)
+    # What padding holds must not reach the head: a NaN there would make every gradient NaN.
+    return jnp.where((segment_ids != 0)[..., None], x, jnp.zeros((), x.dtype))

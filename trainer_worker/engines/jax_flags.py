@@ -1,0 +1,80 @@
+"""Flags of the jax engine. Imports JAX only when an engine is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from absl import flags
+
+from prestage.strict_flags import define_finite_float
+from trainer_worker.engine import EngineParts
+from trainer_worker.engines.errors import EngineConfigError
+
+_PRESET = flags.DEFINE_enum("preset", "tiny", ("tiny", "smollm2-135m"), "Model preset.")
+_RATE = define_finite_float("learning_rate", 1e-4, "AdamW learning rate.")
+_WARMUP = flags.DEFINE_integer("warmup_steps", 0, "Linear warm-up, steps.")
+_DECAY = define_finite_float("weight_decay", 0.0, "AdamW weight decay.")
+_CLIP = define_finite_float("max_grad_norm", 1.0, "Global-norm clip; 0 = off.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights.")
+_CHUNK = flags.DEFINE_integer(
+    "compute_logps_chunk_size", 256, "Tokens whose logits exist at a time; not a switch."
+)
+_HEAD = flags.DEFINE_enum(
+    "logps_sharded_head", "off", ("off", "local", "vocab", "auto"), "Sharded log-prob head."
+)
+_AGG = flags.DEFINE_string("loss_agg_mode", "token-mean", "How token losses are aggregated.")
+_OLD = flags.DEFINE_enum(
+    "loss_old_logprobs",
+    "current",
+    ("current", "sampler", "trainer"),
+    "The importance ratio's denominator.",
+)
+_LOW = define_finite_float("epsilon_low", 0.2, "Lower clip of the ratio.")
+_HIGH = define_finite_float("epsilon_high", 0.2, "Upper clip of the ratio.")
+_DUAL = define_finite_float("dual_clip", 0.0, "Dual clip factor; 0 = off.")
+_KL = define_finite_float("kl_coefficient", 0.0, "KL penalty; 0 = off.")
+_KL_KIND = flags.DEFINE_string("kl_estimator", "low_var_kl", "kl, mse_kl or low_var_kl.")
+_TIS = define_finite_float("tis_cap", 0.0, "Truncated importance sampling cap; 0 = off.")
+_GATE = define_finite_float(
+    "logp_gate", 0.0, "Drop sequences whose mean log-prob gap is above this; 0 = off."
+)
+_NORM = flags.DEFINE_integer("norm_tokens", 0, "Divisor of sequence-mean-token-sum-norm.")
+
+
+def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> EngineParts:
+    """Build the engine that the flags describe. Raises `EngineConfigError`."""
+    del checkpoint_dir
+    from trainer_worker.engines.jax_engine import config as c
+    from trainer_worker.engines.jax_engine.presets import TINY, create
+
+    try:
+        loss = c.LossConfig(
+            loss_agg_mode=c.loss_agg_mode(_AGG.value or ""),
+            old_logprobs=c.old_logprobs(_OLD.value or ""),
+            epsilon_low=_LOW.value,
+            epsilon_high=_HIGH.value,
+            dual_clip=_DUAL.value,
+            kl_coefficient=_KL.value,
+            kl_estimator=c.kl_estimator(_KL_KIND.value or ""),
+            tis_cap=_TIS.value,
+            logp_gate=_GATE.value,
+            norm_tokens=_NORM.value,
+        )
+        optimizer = c.OptimizerConfig(
+            learning_rate=_RATE.value,
+            warmup_steps=_WARMUP.value,
+            weight_decay=_DECAY.value,
+            max_grad_norm=_CLIP.value,
+        )
+        config = c.EngineConfig(
+            model=TINY,
+            loss=loss,
+            optimizer=optimizer,
+            max_inflight=max_inflight,
+            logprob_chunk=_CHUNK.value,
+            head_mode=c.head_mode(_HEAD.value or ""),
+            seed=_SEED.value,
+        )
+        return create(_PRESET.value or "", config)
+    except (c.EngineConfigInvalid, ImportError) as error:
+        raise EngineConfigError(f"engine jax: {error}") from error
