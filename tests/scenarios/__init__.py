@@ -1,0 +1,1 @@
+"""Scenario scripts: what happens to a run, and the full call log that must follow."""
