@@ -12,6 +12,7 @@ INSTALLED = any(
     point.value == "orchestrator.pytest_plugin"
     for point in importlib.metadata.entry_points(group="pytest11")
 )
+QUIET = ("-p", "no:randomly", "-p", "no:hypothesispytest", "-p", "no:cacheprovider")
 TEST = """
 import pytest
 from orchestrator.calls import Done
@@ -43,7 +44,7 @@ def run(pytester: pytest.Pytester, body: str, *args: str, frozen: str | None = F
         folder.mkdir(exist_ok=True)
         (folder / "run.txt").write_text(frozen)
     plugin = "prestage" if INSTALLED else "orchestrator.pytest_plugin"
-    result = pytester.runpytest_inprocess("-p", plugin, "-p", "no:randomly", *args)
+    result = pytester.runpytest_inprocess("-p", plugin, *QUIET, *args)
     return "\n".join([*result.outlines, *result.errlines])
 
 
