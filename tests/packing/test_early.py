@@ -74,6 +74,20 @@ def test_it_waits_for_the_whole_step_where_rows_cannot_fill():
     assert plan.used_rows == plan.first_fit_decreasing_rows == 80
 
 
+def test_it_waits_while_the_prefix_leaves_rows_that_others_could_complete():
+    # Pairs of 32 fill rows, but each 33 stands alone so far: 31s may still come.
+    plan = plan_step(groups_of([32, 32, 33, 33] * 10 + [31] * 20), CONFIG)
+    assert plan.early_groups == 0
+    assert plan.used_rows == plan.lower_bound_rows
+
+
+def test_a_prefix_that_is_the_whole_step_is_no_early_release():
+    groups = groups_of([16] * 12)  # The first mark, 144 tokens, is reached by the last group.
+    assert plan_step(groups, CONFIG).early_groups == 0
+    assert first_micro_batch(groups, 3, CONFIG) is None
+    assert first_micro_batch(groups, 4, CONFIG) is not None
+
+
 def test_it_can_be_switched_off():
     config = PackingConfig(rows=2, tokens_per_row=64, early_first_micro_batch=False)
     groups = groups_of([16] * 80)

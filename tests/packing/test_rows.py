@@ -156,6 +156,43 @@ def test_ranks_get_equal_tokens_within_one_segment(lengths, ranks, rows_per_rank
             assert list(mine) == [n for n in mine if n] + [0] * mine.count(0)
 
 
+@given(data=st.data(), ranks=st.sampled_from([2, 3]), per_rank=st.integers(1, 3))
+def test_dealing_moves_items_only_where_they_fit(data, ranks, per_rank):
+    rows: list[tuple[int, ...]] = []
+    lengths: list[int] = []
+    for _ in range(data.draw(st.integers(1, 3 * ranks * per_rank))):
+        room, row = 24, []
+        for length in data.draw(st.lists(st.integers(2, 16), min_size=1, max_size=4)):
+            if length <= room:
+                room -= length
+                row.append(len(lengths))
+                lengths.append(length)
+        rows.append(tuple(row))
+    dealt = deal_rows(
+        rows,
+        np.asarray(lengths, np.int64),
+        rows_per_micro_batch=ranks * per_rank,
+        ranks=ranks,
+        capacity=24,
+        max_segments=4,
+    )
+    flat = [row for batch in dealt for rank in batch for row in rank]
+    assert sorted(itertools.chain.from_iterable(flat)) == list(range(len(lengths)))
+    assert all(sum(lengths[item] for item in row) <= 24 and len(row) <= 4 for row in flat)
+    assert all(len(rank) == len(batch[0]) for batch in dealt for rank in batch)
+
+
+def test_levelling_passes_by_a_full_row():
+    # Three rows of 24 and one of 10: the emptier rank has a full row first, then the short one.
+    full = [5, 5, 5, 5, 4]
+    lengths = np.asarray([*full, *full, *full, 5, 5], np.int64)
+    rows = [tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15)), (15, 16)]
+    ((first, second),) = deal_rows(rows, lengths, rows_per_micro_batch=4, ranks=2, capacity=24)
+    loads = [[int(lengths[list(row)].sum()) for row in rank] for rank in (first, second)]
+    assert max(max(rank) for rank in loads) <= 24
+    assert abs(sum(loads[0]) - sum(loads[1])) <= 5
+
+
 def test_costly_rows_are_spread():
     # Half of the rows hold one long segment, half hold eight short ones.
     lengths = np.asarray([64] * 16 + [8] * 128, np.int64)

@@ -213,6 +213,14 @@ def test_a8_exactly_the_response_is_trained():
     assert np.flatnonzero(trainer_weights(single)[0]).tolist() == [2]
 
 
+def test_a8_without_a_prompt_the_first_token_is_counted_not_trained():
+    group = Group(group_id="g", trajectories=(trajectory(prompt=[], completion=[4, 5, 6]),))
+    _, (out,), written = write([group], PackingConfig(rows=1, tokens_per_row=4))
+    assert out["loss_mask"][0].tolist() == [0, 1, 1, 0]
+    balance = step_conservation([group], written)
+    assert balance.dropped_trainable == {DropReason.FIRST_TOKEN_HAS_NO_PREDICTOR: 1}
+
+
 def test_a9_nothing_is_predicted_across_segments():
     members = (
         trajectory("g", 0, prompt=[10], completion=[11], mask=[1, 1]),
