@@ -70,3 +70,7 @@ class SlotReader(Protocol):
         Raises `CodecError` for a slot that is not what the header says.
         """
         ...
+
+    def let_go(self, slot: pb.SharedMemorySlot) -> None:
+        """Tell the sender that the slot is free, unless a lease of it is alive. Never raises."""
+        ...

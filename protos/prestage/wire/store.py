@@ -73,7 +73,10 @@ class MicroBatchStore:
         self._limit = limit_bytes
         self._next_needed = next_needed
         self._entries: dict[BatchRef, _Entry] = {}
-        self._failures: collections.OrderedDict[BatchRef, WireError] = collections.OrderedDict()
+        # Why a put failed: (damaged, text). Not the error itself, whose traceback holds the arrays.
+        self._failures: collections.OrderedDict[BatchRef, tuple[bool, str]] = (
+            collections.OrderedDict()
+        )
         self._used = 0
         self._evicted = 0
         self._waited = 0
@@ -160,7 +163,7 @@ class MicroBatchStore:
             with self._changed:
                 if isinstance(error, WireError):
                     self._failed += 1
-                    self._failures[ref] = error
+                    self._failures[ref] = isinstance(error, DamagedError), str(error)
                     while len(self._failures) > _FAILURES_KEPT:
                         self._failures.popitem(last=False)
                 if self._entries.get(ref) is entry:
@@ -224,10 +227,11 @@ class MicroBatchStore:
             if entry is not None and entry.batch is not None and entry.stage is _Stage.READY:
                 return entry.batch
             failure = self._failures.get(ref)
-        if isinstance(failure, DamagedError):
-            raise DamagedError(f"{failure}: put it again")
         if failure is not None:
-            raise MissingError(f"micro-batch {ref} was refused when it was put: {failure}")
+            damaged, why = failure
+            if damaged:
+                raise DamagedError(f"{why}: put it again")
+            raise MissingError(f"micro-batch {ref} was refused when it was put: {why}")
         raise MissingError(f"micro-batch {ref} was not put (or its step closed): put it first")
 
     def release_before(self, step: int) -> None:

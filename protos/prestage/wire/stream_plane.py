@@ -363,7 +363,12 @@ class PutReceiver:
             raise CodecError("an upload starts with its header")
         started_s = time.monotonic()
         header = first.header
-        self._check(header)
+        try:
+            self._check(header)
+        except BaseException:
+            if self._shared_memory is not None and header.HasField("shared_memory"):
+                self._shared_memory.let_go(header.shared_memory)
+            raise
         manifest = header.manifest
         check_manifest(manifest, self._limits)
         shard = check_shard(manifest, header.shard) if header.HasField("shard") else None
@@ -498,24 +503,28 @@ class PutReceiver:
     ) -> pb.PutMicroBatchResponse:
         if self._shared_memory is None:
             raise CodecError("this worker does not offer the shared-memory plane: use the stream")
-        self._check_end(next(parts, None), upload.layout.total_bytes)
-        if not self._reserve(upload, wanted):
-            return pb.PutMicroBatchResponse(
-                stored=True, received_bytes=upload.layout.total_bytes, duplicate=True
-            )
+        slot = upload.header.shared_memory
         try:
-            buffer = self._shared_memory.lease(
-                upload.header.shared_memory, upload.layout.buffer_bytes
-            )
-        except BaseException:
-            self._store.abandon(upload.ref)
-            raise
-        batch = batch_from(upload.header.manifest, upload.layout.arrays(buffer), upload.shard)
-        del buffer
-        readable_s = time.monotonic()
-        response = self._settle(upload, batch, started_s, readable_s, padding=True)
-        response.holds_slot = True
-        return response
+            self._check_end(next(parts, None), upload.layout.total_bytes)
+            if not self._reserve(upload, wanted):
+                return pb.PutMicroBatchResponse(
+                    stored=True, received_bytes=upload.layout.total_bytes, duplicate=True
+                )
+            try:
+                batch = batch_from(
+                    upload.header.manifest,
+                    upload.layout.arrays(
+                        self._shared_memory.lease(slot, upload.layout.buffer_bytes)
+                    ),
+                    upload.shard,
+                )
+            except BaseException:
+                self._store.abandon(upload.ref)
+                raise
+            return self._settle(upload, batch, started_s, time.monotonic(), padding=True)
+        finally:
+            # Also when refused: a slot that nobody reads is the sender's again.
+            self._shared_memory.let_go(slot)
 
 
 class _BrokeOff(Exception):

@@ -92,10 +92,11 @@ def _check_ids(name: str, field: str, array: Array, low: int, count: int) -> Non
         bad = np.less(rows, low)
         if count:
             bad = bad | np.greater_equal(rows, count)
+        what = "ids" if field in ("tokens", "routed_experts", "segment_ids") else "values"
         limit = f"{low} to {count - 1}" if count else f"{low} or more"
         raise InvalidTensor(
-            f"{name}: field {field} holds {int(rows[bad][0])} at {_where(bad, start)};"
-            f" it is {limit}"
+            f"{name}: field {field} holds {int(rows[bad][0])} at {_where(bad, start)}; {what}"
+            f" are {limit}"
         )
 
 

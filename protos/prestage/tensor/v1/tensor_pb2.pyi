@@ -133,17 +133,15 @@ class PutMicroBatchRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PutMicroBatchHeader, _Mapping]] = ..., chunk: _Optional[_Union[PutMicroBatchChunk, _Mapping]] = ..., end: _Optional[_Union[PutMicroBatchEnd, _Mapping]] = ...) -> None: ...
 
 class PutMicroBatchResponse(_message.Message):
-    __slots__ = ("stored", "received_bytes", "duplicate", "holds_slot", "receive_seconds", "check_seconds")
+    __slots__ = ("stored", "received_bytes", "duplicate", "receive_seconds", "check_seconds")
     STORED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
-    HOLDS_SLOT_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CHECK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     stored: bool
     received_bytes: int
     duplicate: bool
-    holds_slot: bool
     receive_seconds: float
     check_seconds: float
-    def __init__(self, stored: bool = ..., received_bytes: _Optional[int] = ..., duplicate: bool = ..., holds_slot: bool = ..., receive_seconds: _Optional[float] = ..., check_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, stored: bool = ..., received_bytes: _Optional[int] = ..., duplicate: bool = ..., receive_seconds: _Optional[float] = ..., check_seconds: _Optional[float] = ...) -> None: ...
