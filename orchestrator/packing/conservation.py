@@ -63,6 +63,20 @@ def check_plan(groups: Sequence[Group], plan: StepPlan) -> None:
         raise ConservationError(f"group {group_id!r} index {index} is in no micro-batch")
 
 
+def trained_tokens(groups: Sequence[Group]) -> int:
+    """Tokens of the groups that will be trained once packed."""
+    total = 0
+    for group in groups:
+        for trajectory in group.trajectories:
+            if not trajectory.completion_tokens.shape[0]:
+                continue
+            mask = trajectory.loss_mask
+            no_prompt = trajectory.prompt_tokens.shape[0] == 0
+            first = no_prompt if mask is None else bool(mask[0])
+            total += trajectory.trainable_tokens - int(first)
+    return total
+
+
 def step_conservation(groups: Sequence[Group], written: Sequence[Written]) -> StepConservation:
     """The checked balance of a step from its groups and what was written for all micro-batches.
 
