@@ -12,6 +12,7 @@ import collections
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -510,21 +511,26 @@ class PutReceiver:
                 return pb.PutMicroBatchResponse(
                     stored=True, received_bytes=upload.layout.total_bytes, duplicate=True
                 )
-            try:
-                batch = batch_from(
-                    upload.header.manifest,
-                    upload.layout.arrays(
-                        self._shared_memory.lease(slot, upload.layout.buffer_bytes)
-                    ),
-                    upload.shard,
-                )
-            except BaseException:
-                self._store.abandon(upload.ref)
-                raise
-            return self._settle(upload, batch, started_s, time.monotonic(), padding=True)
+            return self._share(self._shared_memory, upload, started_s)
+        except WireError as error:
+            # The failed frames still hold the arrays: nobody reads the slot once they are gone.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             # Also when refused: a slot that nobody reads is the sender's again.
             self._shared_memory.let_go(slot)
+
+    def _share(
+        self, shared_memory: SlotReader, upload: _Upload, started_s: float
+    ) -> pb.PutMicroBatchResponse:
+        try:
+            buffer = shared_memory.lease(upload.header.shared_memory, upload.layout.buffer_bytes)
+        except BaseException:
+            self._store.abandon(upload.ref)
+            raise
+        arrays = upload.layout.arrays(buffer)
+        batch = batch_from(upload.header.manifest, arrays, upload.shard)
+        return self._settle(upload, batch, started_s, time.monotonic(), padding=True)
 
 
 class _BrokeOff(Exception):
