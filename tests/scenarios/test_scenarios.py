@@ -1,6 +1,6 @@
-"""Every scenario, on the pure core and worker, and on a real worker process behind gRPC.
+"""Every scenario: on values, on the real worker in this process, and on one behind gRPC.
 
-The same files on both. `--rewrite-golden=REASON` rewrites the logs of the pure side: read the diff
+The same files on all three. `--rewrite-golden=REASON` rewrites the logs of the pure side: read the diff
 and understand it before it is committed.
 """
 
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.bench.synthetic import SyntheticShape, make_batch
 from orchestrator.check_trace import main as check_trace
+from tests.scenarios.in_process import WorkerBackend, undisturbed
 from tests.scenarios.play import Play, PureBackend
-from tests.scenarios.process import RUN, ProcessBackend, can_play
+from tests.scenarios.process import ProcessBackend, can_play
 from tests.scenarios.script import Scenario, ScenarioError, read_scenario
 from tests.support.rig import socket_folder
-from trainer_worker.clock import VirtualClock
-from trainer_worker.engines.timed import TimedConfig, TimedEngine
 
 FOLDER = Path(__file__).parent
 FILES = sorted(FOLDER.glob("*.txt"))
@@ -42,6 +40,13 @@ def test_pure(path: Path, request: pytest.FixtureRequest) -> None:
         return
     assert not differs(scenario, log)
     assert not [line for line in log if line.startswith(("UNUSED", "BROKEN")) or "WRONG" in line]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_real_worker_in_process(path: Path) -> None:
+    scenario = read_scenario(path)
+    log = Play(scenario, WorkerBackend(scenario, undisturbed(scenario))).run()
+    assert not differs(scenario, log)
 
 
 def test_an_unknown_command_is_named_with_its_line(tmp_path: Path) -> None:
@@ -71,17 +76,6 @@ def test_a_wrong_log_is_told_line_by_line(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # The same files against a real worker process.
-
-
-def undisturbed(scenario: Scenario) -> str:
-    """The parameters of a plain run of the same steps, from an engine of its own."""
-    engine = TimedEngine(TimedConfig(), VirtualClock())
-    shape = SyntheticShape(micro_batches=scenario.micro_batches)
-    for step in range(scenario.plan.num_steps):
-        for index in range(scenario.micro_batches):
-            engine.fwd_bwd(engine.prepare_fwd_bwd_input(make_batch(shape, RUN, step, index)))
-        engine.update()
-    return engine.parameter_digest()
 
 
 PLAYABLE = [path for path in FILES if can_play(read_scenario(path))]
