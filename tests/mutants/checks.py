@@ -5,17 +5,31 @@ A check raises (or returns) what it found; None means that it saw nothing wrong.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from orchestrator import invariants
 from orchestrator.calls import Done, Event, NoteKind, Send
+from orchestrator.check_trace import main as check_trace
 from orchestrator.invariants import FROM_SCRATCH, Expectation, Rule
+from orchestrator.ports import Answer
+from orchestrator.pytest_plugin import CallSequence
 from prestage.protocol import Call, Phase, Reason, Refusal, Request, StepState
-from prestage.trace import DeviceRecord, TraceRecord
+from prestage.trace import DeviceRecord, TraceRecord, TraceWriter
 from tests.boundary import test_golden as golden
 from tests.boundary.script import Script
 from tests.protocol import test_table
+from tests.scenarios.in_process import WorkerBackend, undisturbed
+from tests.scenarios.play import Play
+from tests.scenarios.script import read_scenario
+from tests.scenarios.test_scenarios import FILES as SCENARIOS
+from tests.scenarios.test_scenarios import differs
 from tests.walk import test_walk
 from tests.walk.cases import plan
 from tests.walk.model import Faults, Model, WalkConfig
@@ -349,6 +363,60 @@ def _searcher() -> str | None:
     return None
 
 
+def _scenarios() -> str | None:
+    for path in SCENARIOS:
+        scenario = read_scenario(path)
+        log = Play(scenario, WorkerBackend(scenario, undisturbed(scenario))).run()
+        wrong = differs(scenario, log)
+        if wrong:
+            return "; ".join([wrong, *(line for line in log if line.startswith("BROKEN"))])
+    return None
+
+
+def _trace_file(folder: Path, name: str, side: str, records: tuple[TraceRecord, ...]) -> str:
+    writer = TraceWriter(folder / name, side=side)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return str(folder / name)
+
+
+def _check_trace() -> str | None:
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
+        folder = Path(name)
+        right = _trace_file(folder, "right", "worker", GOOD)
+        wrong = _trace_file(folder, "wrong", "worker", WRONG[Rule.STEP_ORDER])
+        lying = _trace_file(
+            folder, "lying", "orchestrator", (_record("abort_step", 1, side="orchestrator"),)
+        )
+        if check_trace([right]) != 0:
+            return "check-trace: a right trace does not pass"
+        if check_trace([wrong]) != 1:
+            return "check-trace: a wrong trace passes"
+        if check_trace([right, lying]) != 1:
+            return "check-trace: a caller that claims what the worker never did passes"
+    return None
+
+
+def _plugin() -> str | None:
+    with tempfile.TemporaryDirectory() as name:
+        frozen = Path(name) / "run.txt"
+        for text, fails in (("fwd_bwd step=0 index=0\n", False), ("update\n", True)):
+            frozen.write_text(text)
+            sequence = CallSequence(folder=Path(name), reason=None)
+            record = _record(FWD, 1, 0, 0, side="orchestrator")
+            sequence.on_call(record, Answer(event=Done()))
+            try:
+                sequence.check("run")
+            except pytest.fail.Exception:
+                failed = True
+            else:
+                failed = False
+            if failed is not fails:
+                return f"plugin: {text!r} {'failed' if failed else 'passed'}"
+    return None
+
+
 _WALK = "tests/walk/test_walk.py::test_walk"
 _GOLDEN = "tests/boundary/test_golden.py"
 _HERE = "tests/mutants/test_checks.py::test_right_code_passes"
@@ -383,6 +451,14 @@ CHECKS: Mapping[str, Stated] = {
     "table abort": Stated(_abort, f"{_HERE}[table abort]"),
     "sessions": Stated(_sessions, f"{_HERE}[sessions]"),
     "checker": Stated(_histories, f"{_HERE}[checker]"),
+    "scenarios": Stated(
+        _scenarios, "tests/scenarios/test_scenarios.py::test_real_worker_in_process"
+    ),
+    "check-trace": Stated(_check_trace, "tests/test_check_trace.py::test_names_file_line_and_rule"),
+    "plugin": Stated(
+        _plugin,
+        "tests/test_pytest_plugin.py::test_fails_on_another_sequence_with_a_readable_diff",
+    ),
     "search": Stated(_searcher, "tests/walk/test_walk.py::test_search_*"),
 }
 

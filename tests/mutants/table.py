@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
-from orchestrator import boundary, invariants
+from orchestrator import boundary, check_trace, invariants, pytest_plugin
 from orchestrator import plan as step_plan
 from prestage import protocol
 from tests.mutants.patching import Edit
 from tests.walk import search, source
-from trainer_worker import sessions
+from trainer_worker import sessions, worker
 
 
 @dataclass(frozen=True)
@@ -611,6 +611,79 @@ MUTANTS: tuple[Mutant, ...] = (
         "walk zero-gap single",
         "duties: get_metrics of step 0",
     ),
+    # -- the worker around the engine ----------------------------------------------------------------------
+    _mutant(
+        "metrics cleared on read",
+        "a step's metrics can be read once",
+        worker,
+        "kept = self._metrics.get(from_step)",
+        "kept = self._metrics.pop(from_step, None)",
+        "scenarios",
+        "get_metrics step=0 -> refused METRICS_NOT_KEPT",
+    ),
+    _mutant(
+        "metrics of the wrong step",
+        "a step's metrics are filed under the next one",
+        worker,
+        "        closed = after.step - 1\n        snapshot",
+        "        closed = after.step\n        snapshot",
+        "scenarios",
+        "METRICS_NOT_KEPT",
+    ),
+    _mutant(
+        "staged copy thrown away",
+        "the staged micro-batch is copied to the device again",
+        worker,
+        "if prepared is None or state.staged is None:",
+        "if True:",
+        "scenarios",
+        "was staged, but not used as staged",
+    ),
+    _mutant(
+        "late refusal keeps its seq",
+        "a call that is refused after it began takes a seq",
+        worker,
+        "            self._become(sessions.withdrawn(self._session))\n",
+        "",
+        "scenarios",
+        "CHECKPOINT_MISSING",
+    ),
+    _mutant(
+        "bytes dropped too early",
+        "closing a step drops the next one's micro-batches",
+        worker,
+        "self._store.release_before(after.step)",
+        "self._store.release_before(after.step + 1)",
+        "scenarios",
+        "MICRO_BATCH_MISSING",
+    ),
+    _mutant(
+        "checkpoint says one step more",
+        "a checkpoint's position runs ahead of its weights",
+        worker,
+        "            step=session.step.step,\n            train_step",
+        "            step=session.step.step + 1,\n            train_step",
+        "scenarios",
+        "restore_checkpoint",
+    ),
+    _mutant(
+        "updates twice",
+        "the engine's update runs two times",
+        worker,
+        "        result = self._engine.update()\n",
+        "        self._engine.update()\n        result = self._engine.update()\n",
+        "scenarios",
+        "raised",
+    ),
+    _mutant(
+        "abort keeps the gradients",
+        "AbortStep does not reach the engine",
+        worker,
+        "        self._engine.abort_step()\n",
+        "",
+        "scenarios",
+        "parameters WRONG",
+    ),
     # -- the checkers themselves ----------------------------------------------------------------------------
     _mutant(
         "checker blind to doubled calls",
@@ -647,6 +720,33 @@ MUTANTS: tuple[Mutant, ...] = (
         "if False:",
         "checker",
         "misjudged",
+    ),
+    _mutant(
+        "check-trace passes everything",
+        "findings do not reach the exit status",
+        check_trace,
+        "    if findings:\n        rules",
+        "    if False:\n        rules",
+        "check-trace",
+        "a wrong trace passes",
+    ),
+    _mutant(
+        "check-trace believes the caller",
+        "a caller is not held against its worker",
+        check_trace,
+        "if isinstance(record, TraceRecord) and record.incarnation in known:",
+        "if False:",
+        "check-trace",
+        "what the worker never did",
+    ),
+    _mutant(
+        "plugin passes any sequence",
+        "the frozen file is not compared",
+        pytest_plugin,
+        "        if lines != frozen:",
+        "        if False:",
+        "plugin",
+        "passed",
     ),
     _mutant(
         "walk blind to deadlocks",
