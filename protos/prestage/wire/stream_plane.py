@@ -9,6 +9,7 @@ stays at the worker, and the next put of the same micro-batch goes on from there
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import threading
 import time
@@ -469,19 +470,22 @@ class PutReceiver:
         *,
         padding: bool,
     ) -> pb.PutMicroBatchResponse:
-        def judge() -> None:
-            check_digest(upload.header.manifest, batch, upload.shard)
-            if padding:
-                check_padding(batch)
-            self._validate(batch)
-
-        self._store.settle(upload.ref, batch, judge)
+        # Not a closure: a failed frame's function would keep the arrays alive in its cells.
+        self._store.settle(
+            upload.ref, batch, functools.partial(self._judge, upload, batch, padding)
+        )
         return pb.PutMicroBatchResponse(
             stored=True,
             received_bytes=upload.layout.total_bytes,
             receive_seconds=readable_s - started_s,
             check_seconds=time.monotonic() - readable_s,
         )
+
+    def _judge(self, upload: _Upload, batch: MicroBatch, padding: bool) -> None:
+        check_digest(upload.header.manifest, batch, upload.shard)
+        if padding:
+            check_padding(batch)
+        self._validate(batch)
 
     @staticmethod
     def _check_end(part: Part | None, total: int) -> None:
