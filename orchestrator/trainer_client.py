@@ -320,7 +320,9 @@ class TrainerClient:
 
     def _release(self, send: Send) -> Answer:
         # 0 = whatever is pinned: an earlier process pinned it and took its number with it.
-        version = self._pinned.pop(send.step, 0)
+        # Kept until a later step is released: a resend must carry the same payload.
+        version = self._pinned.get(send.step, 0)
+        self._pinned = {step: pin for step, pin in self._pinned.items() if step >= send.step}
         self._stub.ReleaseWeightSync(
             pb.ReleaseWeightSyncRequest(key=self._key(send, f"version={version}"), version=version),
             timeout=self._deadlines.train_s,
