@@ -8,9 +8,9 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _count = 0
 
 
-def _on_event(event: str, duration: float, **kwargs: str | int) -> None:
+def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _count
-    del duration, kwargs
+    del duration_secs, kwargs
     if event == _EVENT:
         _count += 1
 

@@ -7,7 +7,8 @@ log, so that nothing at a masked position can leak (0 * nan is nan).
 
 GRPO: clipped importance ratio (Shao et al. 2024, arXiv 2402.03300); asymmetric clip as in DAPO
 (arXiv 2503.14476); dual clip (arXiv 1912.09729); KL estimators after Schulman's note on
-approximating KL: `kl` = log p - log q, `mse_kl` = its square / 2, `low_var_kl` = exp(d) - d - 1.
+approximating KL, with q the reference and p the policy: `kl` = log p - log q, `mse_kl` = its
+square / 2, `low_var_kl` = exp(d) - d - 1 with d = log q - log p.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import Array
 
 from trainer_worker.engines.jax_engine.config import LossConfig
 
 LOG_CLIP: Final = 20.0  # Log-ratios beyond this are clipped before exp.
 SUM_NAMES: Final = (
-    "loss",
-    "denominator",
-    "entropy",
-    "logprob_gap",
-    "tokens",
-    "kept_tokens",
-    "clipped_tokens",
-    "kl",
-    "sequences",
+    "loss",  # Of the tokens' weighted losses, nats.
+    "denominator",  # Tokens or sequences, by loss_agg_mode.
+    "entropy",  # Nats, over trained tokens.
+    "logprob_gap",  # |trainer - sampler|, nats, over trained tokens.
+    "tokens",  # Trained tokens, before the gates.
+    "kept_tokens",  # Trained tokens that the gates kept.
+    "clipped_tokens",  # Kept tokens whose ratio was clipped.
+    "kl",  # Nats, over kept tokens.
+    "sequences",  # Sequences with a trained token.
+    "kept_sequences",  # Of these, kept by the gates.
 )
 """Names of the sums, in the order of the accumulated vector."""
 
@@ -42,32 +45,51 @@ def shifted(array: Array) -> Array:
     return jnp.roll(array, -1, axis=1)
 
 
+def predicts(segment_ids: Array) -> Array:
+    """bool `[R, T]`: position t predicts a token of its own segment."""
+    inside = (shifted(segment_ids) == segment_ids) & (segment_ids != 0)
+    return inside.at[:, -1].set(False)
+
+
 def target_weights(batch: Mapping[str, Array]) -> Array:
     """f32 `[R, T]`: 1 where position t predicts a trained token of its own segment."""
-    segments = batch["segment_ids"]
-    inside = (shifted(segments) == segments) & (segments != 0)
-    inside = inside.at[:, -1].set(False)
-    return (inside & (shifted(batch["loss_mask"]) == 1)).astype(jnp.float32)
+    trained = predicts(batch["segment_ids"]) & (shifted(batch["loss_mask"]) == 1)
+    return trained.astype(jnp.float32)
 
 
-def host_denominator(config: LossConfig, arrays: Mapping[str, np.ndarray]) -> float:
+def segment_limit(tokens_per_row: int) -> int:
+    """The highest segment id that the per-sequence sums have room for."""
+    return tokens_per_row
+
+
+def host_denominator(config: LossConfig, arrays: Mapping[str, npt.NDArray[np.generic]]) -> float:
     """The denominator as the host knows it (log-prob gates may lower it on the device)."""
     mask = arrays["loss_mask"] == 1
     if config.loss_agg_mode == "token-mean":
         return float(np.count_nonzero(mask))
-    rows = np.arange(mask.shape[0])[:, None] * (int(arrays["segment_ids"].max(initial=0)) + 1)
-    return float(np.unique((rows + arrays["segment_ids"])[mask]).size)
+    segments = arrays["segment_ids"].astype(np.int64)
+    rows = np.arange(mask.shape[0])[:, None] * (int(segments.max(initial=0)) + 1)
+    return float(np.unique((rows + segments)[mask]).size)
+
+
+def _by_segment(values: Array, segments: Array) -> Array:
+    """Sums of `values` `[R, T]` over each segment: `[R, segments]`, slot 0 is padding."""
+    count = segment_limit(segments.shape[1]) + 1
+
+    def row(value: Array, segment: Array) -> Array:
+        return jax.ops.segment_sum(value, segment, num_segments=count)
+
+    return jax.vmap(row)(values, segments)
 
 
 def _per_segment(values: Array, segments: Array) -> Array:
-    """Sum of `values` over each position's own segment, `[R, T]`. Segments hold >= 2 tokens."""
-    count = segments.shape[1] // 2 + 2
-    index = jnp.clip(segments, 0, count - 1)
+    """Sum of `values` over each position's own segment, `[R, T]`."""
+    return jnp.take_along_axis(_by_segment(values, segments), segments, axis=1)
 
-    def row(value: Array, segment: Array) -> Array:
-        return jax.ops.segment_sum(value, segment, num_segments=count)[segment]
 
-    return jax.vmap(row)(values, index)
+def _sequences(weights: Array, segments: Array) -> Array:
+    """How many sequences have a weighted token."""
+    return jnp.sum(_by_segment(weights, segments) > 0).astype(jnp.float32)
 
 
 def _masked(values: Array, weights: Array) -> Array:
@@ -79,86 +101,88 @@ def loss_sums(
 ) -> tuple[Array, Array]:
     """(loss sum to differentiate, f32 vector of sums in the order of `SUM_NAMES`).
 
-    `logprobs` and `entropy` `[R, T]` are of the predicted token.
+    `logprobs` and `entropy` f32 `[R, T]`, in nats, are of the predicted token.
     """
-    weights = target_weights(batch)
-    new = _masked(logprobs, weights)
-    entropy = _masked(entropy, weights)
-    advantages = _masked(shifted(batch["advantages"]), weights)
     segments = batch["segment_ids"]
-    trained = weights
+    trained = target_weights(batch)
+    new = _masked(logprobs, trained)
+    entropy = _masked(entropy, trained)
+    advantages = _masked(shifted(batch["advantages"]), trained)
+    sampled: Array | None = None
     gap = jnp.zeros_like(new)
     if "sampling_logprobs" in batch:
-        sampled = _masked(shifted(batch["sampling_logprobs"]), weights)
+        sampled = _masked(shifted(batch["sampling_logprobs"]), trained)
         gap = jnp.abs(jax.lax.stop_gradient(new) - sampled)
-        if config.logp_gate:
-            mean_gap = _per_segment(gap, segments) / jnp.maximum(
-                _per_segment(trained, segments), 1.0
-            )
-            weights = jnp.where(mean_gap <= config.logp_gate, weights, 0.0)
-    ratio_log = new - jax.lax.stop_gradient(_old(config, new, batch, trained))
-    ratio = jnp.exp(jnp.clip(_masked(ratio_log, weights), -LOG_CLIP, LOG_CLIP))
+    weights = _gated(config, gap, trained, segments)
+
+    old = jax.lax.stop_gradient(_old(config, new, batch, trained))
+    ratio = jnp.exp(jnp.clip(new - old, -LOG_CLIP, LOG_CLIP))
     clipped = jnp.clip(ratio, 1.0 - config.epsilon_low, 1.0 + config.epsilon_high)
     plain, bounded = -advantages * ratio, -advantages * clipped
     token_loss = jnp.maximum(plain, bounded)
+    was_clipped = bounded > plain
     if config.dual_clip:
-        floor = -advantages * config.dual_clip
-        token_loss = jnp.where(advantages < 0, jnp.minimum(token_loss, floor), token_loss)
-    was_clipped = (bounded > plain).astype(jnp.float32)
+        bound = -advantages * config.dual_clip
+        was_clipped |= (advantages < 0) & (bound < token_loss)
+        token_loss = jnp.where(advantages < 0, jnp.minimum(token_loss, bound), token_loss)
     if config.tis_cap:
-        sampled = _masked(shifted(batch["sampling_logprobs"]), trained)
-        mismatch = jnp.clip(jax.lax.stop_gradient(new) - sampled, -LOG_CLIP, LOG_CLIP)
-        token_loss = token_loss * jnp.minimum(jnp.exp(mismatch), config.tis_cap)
+        assert sampled is not None
+        mismatch = jnp.exp(jnp.clip(old - sampled, -LOG_CLIP, LOG_CLIP))
+        token_loss = token_loss * jnp.minimum(mismatch, config.tis_cap)
     kl = jnp.zeros_like(new)
     if config.kl_coefficient:
         kl = _kl(config, new, _masked(shifted(batch["ref_logprobs"]), trained))
         token_loss = token_loss + config.kl_coefficient * kl
     if config.entropy_coefficient:
         token_loss = token_loss - config.entropy_coefficient * entropy
+
     scale, denominator = _aggregate(config, weights, segments)
     loss = jnp.sum(_masked(token_loss, weights) * scale)
-    sums = (
-        jax.lax.stop_gradient(loss),
-        denominator,
-        jnp.sum(entropy),
-        jnp.sum(gap),
-        jnp.sum(trained),
-        jnp.sum(weights),
-        jnp.sum(_masked(was_clipped, weights)),
-        jnp.sum(_masked(kl, weights)),
-        _sequences(weights, segments),
-    )
-    return loss, jnp.stack([jnp.asarray(value, jnp.float32) for value in sums])
+    sums = {
+        "loss": loss,
+        "denominator": denominator,
+        "entropy": jnp.sum(entropy),
+        "logprob_gap": jnp.sum(gap),
+        "tokens": jnp.sum(trained),
+        "kept_tokens": jnp.sum(weights),
+        "clipped_tokens": jnp.sum(_masked(was_clipped.astype(jnp.float32), weights)),
+        "kl": jnp.sum(_masked(kl, weights)),
+        "sequences": _sequences(trained, segments),
+        "kept_sequences": _sequences(weights, segments),
+    }
+    return loss, jax.lax.stop_gradient(jnp.stack([sums[name] for name in SUM_NAMES]))
 
 
-def _old(config: LossConfig, new: Array, batch: Mapping[str, Array], weights: Array) -> Array:
+def _gated(config: LossConfig, gap: Array, trained: Array, segments: Array) -> Array:
+    """Weights without the sequences whose mean log-prob gap is above the gate (or not a number)."""
+    if not config.logp_gate:
+        return trained
+    mean_gap = _per_segment(gap, segments) / jnp.maximum(_per_segment(trained, segments), 1.0)
+    return jnp.where(mean_gap <= config.logp_gate, trained, 0.0)
+
+
+def _old(config: LossConfig, new: Array, batch: Mapping[str, Array], trained: Array) -> Array:
+    """Log-prob under the policy that the importance ratio is against."""
     if config.old_logprobs == "current":
         return new
     name = "sampling_logprobs" if config.old_logprobs == "sampler" else "old_logprobs"
-    return _masked(shifted(batch[name]), weights)
+    return _masked(shifted(batch[name]), trained)
 
 
 def _kl(config: LossConfig, new: Array, ref: Array) -> Array:
-    difference = jnp.clip(ref - new, -LOG_CLIP, LOG_CLIP)
     if config.kl_estimator == "kl":
         return new - ref
     if config.kl_estimator == "mse_kl":
         return 0.5 * (new - ref) ** 2
+    difference = jnp.clip(ref - new, -LOG_CLIP, LOG_CLIP)
     return jnp.exp(difference) - difference - 1.0
-
-
-def _sequences(weights: Array, segments: Array) -> Array:
-    """How many sequences have a weighted token."""
-    counts = _per_segment(weights, segments)
-    return jnp.sum(jnp.where(weights > 0, 1.0 / jnp.maximum(counts, 1.0), 0.0))
 
 
 def _aggregate(config: LossConfig, weights: Array, segments: Array) -> tuple[Array, Array]:
     """(factor of each token's loss, the micro-batch's denominator)."""
     if config.loss_agg_mode == "token-mean":
         return weights, jnp.sum(weights)
-    # Rounded: a sum of 1/n over n tokens is a whole number but for rounding.
-    sequences = jnp.round(_sequences(weights, segments))
+    sequences = _sequences(weights, segments)
     if config.loss_agg_mode == "sequence-mean-token-mean":
         return weights / jnp.maximum(_per_segment(weights, segments), 1.0), sequences
     if config.loss_agg_mode == "sequence-mean-token-sum":

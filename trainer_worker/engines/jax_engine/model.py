@@ -9,6 +9,7 @@ RoPE by `positions`, grouped-query attention within a segment, SwiGLU, tied or u
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,10 @@ from jax import Array, lax
 from trainer_worker.engines.jax_engine.config import ModelConfig
 
 Params = Mapping[str, Array | Mapping[str, Array]]
+HostArray = npt.NDArray[np.float32]
+HostParams = Mapping[str, HostArray | Mapping[str, HostArray]]
+
+MASKED: Final = -1e30  # A score that softmax turns into 0; finite, so that no row becomes nan.
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -39,18 +44,18 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def init_params(config: ModelConfig, seed: int) -> dict[str, object]:
+def init_params(config: ModelConfig, seed: int) -> HostParams:
     """Random f32 parameters on the host; the same for a seed on every machine."""
     rng = np.random.default_rng(seed)
 
-    def matrix(shape: tuple[int, ...], fan_in: int) -> npt.NDArray[np.float32]:
+    def matrix(shape: tuple[int, ...], fan_in: int) -> HostArray:
         return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)
 
-    layers: dict[str, npt.NDArray[np.float32]] = {}
+    layers: dict[str, HostArray] = {}
     for name, shape in layer_shapes(config).items():
         layers[name] = np.ones(shape, np.float32) if len(shape) == 2 else matrix(shape, shape[1])
     hidden = config.hidden_size
-    params: dict[str, object] = {
+    params: dict[str, HostArray | Mapping[str, HostArray]] = {
         "embed": matrix((config.vocab_size, hidden), hidden),
         "layers": layers,
         "final_norm": np.ones((hidden,), np.float32),
@@ -95,32 +100,40 @@ def _rope(x: Array, positions: Array, theta: float) -> Array:
 def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
     """Causal attention within segments. q `[R, T, H, d]`, k and v `[R, T, K, d]` -> `[R, T, H, d]`.
 
-    A block of queries at a time: scores are `[R, H, block, T]`, never `[R, H, T, T]`.
+    A block of queries at a time: scores are `[R, H, block, T]`, never `[R, H, T, T]`, in the
+    backward pass too. A padding query attends to padding keys: finite, and nobody reads it.
     """
     rows, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     block = min(block, tokens)
-    padded = -(-tokens // block) * block
-    pad = padded - tokens
-    blocks = padded // block
-    grouped = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, pad), (0, 0), (0, 0), (0, 0)))
-    grouped = grouped.reshape(rows, blocks, block, kv_heads, heads // kv_heads, dim)
-    query_segments = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(rows, blocks, block)
-    keys = jnp.arange(tokens)
+    blocks = -(-tokens // block)
+    pad = blocks * block - tokens
 
-    def one(index: Array) -> Array:
-        queries = index * block + jnp.arange(block)
-        scores = jnp.einsum("rqkgd,rtkd->rkgqt", grouped[:, index], k) * dim**-0.5
-        same = query_segments[:, index][:, :, None] == segment_ids[:, None, :]
-        mask = same & (keys[None, :] <= queries[:, None])[None]
-        scores = jnp.where(mask[:, None, None], scores.astype(jnp.float32), -1e30)
+    def split(x: Array) -> Array:
+        """`[R, T, ...]` -> `[blocks, R, block, ...]`."""
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(rows, blocks, block, *x.shape[2:]), 1, 0)
+
+    keys = jnp.arange(tokens)
+    scale = dim**-0.5
+
+    @jax.checkpoint
+    def one(k: Array, v: Array, queries: Array, segments: Array, index: Array) -> Array:
+        scores = jnp.einsum("rqkgd,rtkd->rkgqt", queries, k, preferred_element_type=jnp.float32)
+        same = segments[:, :, None] == segment_ids[:, None, :]
+        mask = same & (keys[None, :] <= index[:, None])[None]
+        scores = jnp.where(mask[:, None, None], scores * scale, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgqt,rtkd->rqkgd", weights, v)
 
-    out = lax.map(jax.checkpoint(one), jnp.arange(blocks))  # [blocks, R, block, K, G, d]
-    out = jnp.moveaxis(out, 0, 1).reshape(rows, padded, heads, dim)
-    return out[:, :tokens]
+    grouped = split(q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim))
+    indices = jnp.arange(blocks * block).reshape(blocks, block)
+
+    def body(carry: None, part: tuple[Array, Array, Array]) -> tuple[None, Array]:
+        return carry, one(k, v, *part)
+
+    _, out = lax.scan(body, None, (grouped, split(segment_ids), indices))
+    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * block, heads, dim)[:, :tokens]
 
 
 def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> Array:
