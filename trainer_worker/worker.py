@@ -157,6 +157,7 @@ class Worker:
         self._clock = clock
         self._config = config or WorkerConfig()
         self._lock = threading.Lock()
+        self._saving = threading.Lock()  # Held while a save is made durable.
         self._session: SessionState[CallResult] = SessionState(
             incarnation=incarnation, epoch=first_epoch
         )
@@ -583,22 +584,24 @@ class Worker:
         return CallResult(state=advance(session.step, request), saved_step=position.step)
 
     def _wait_save(self, save: PendingSave) -> None:
-        """Make `save` durable (or learn that it failed). Any thread; once."""
-        try:
-            save.wait()
-        except Exception as error:
-            why = f"the checkpoint of step {save.step} could not be written: {error}"
-            log.error("%s", why)
+        """Make `save` durable (or learn that it failed). Any thread; the second caller waits."""
+        with self._saving:
             with self._lock:
-                if self._save is save:
-                    self._save = None
-                    self._save_failure = self._background_failure = why
-            return
-        with self._lock:
-            if self._save is save:
+                if self._save is not save:
+                    return  # Another thread has seen to it.
+            why = ""
+            try:
+                save.wait()
+            except Exception as error:
+                why = f"the checkpoint of step {save.step} could not be written: {error}"
+                log.error("%s", why)
+            with self._lock:
                 self._save = None
-                self._durable_step = max(self._durable_step, save.step)
-                self._background_failure = ""
+                self._background_failure = why
+                if why:
+                    self._save_failure = why
+                else:
+                    self._durable_step = max(self._durable_step, save.step)
 
     def _restore(self, work: Work) -> CallResult:
         assert self._parts.checkpoint is not None
