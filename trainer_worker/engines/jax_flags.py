@@ -17,7 +17,9 @@ _DECAY = define_finite_float("weight_decay", 0.0, "AdamW weight decay.")
 _CLIP = define_finite_float("max_grad_norm", 1.0, "Global-norm clip; 0 = off.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the initial weights.")
 _CHUNK = flags.DEFINE_integer(
-    "compute_logps_chunk_size", 256, "Tokens whose logits exist at a time; not a switch."
+    "compute_logps_chunk_size",
+    None,
+    "Tokens of each row whose logits exist at a time; default: the preset's. Not a switch.",
 )
 _HEAD = flags.DEFINE_enum(
     "logps_sharded_head", "off", ("off", "local", "vocab", "auto"), "Sharded log-prob head."
@@ -45,8 +47,9 @@ def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> Engi
     """Build the engine that the flags describe. Raises `EngineConfigError`."""
     del checkpoint_dir
     from trainer_worker.engines.jax_engine import config as c
-    from trainer_worker.engines.jax_engine.presets import TINY, create
+    from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, TINY, create
 
+    preset = _PRESET.value or ""
     try:
         loss = c.LossConfig(
             loss_agg_mode=c.loss_agg_mode(_AGG.value or ""),
@@ -71,10 +74,10 @@ def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> Engi
             loss=loss,
             optimizer=optimizer,
             max_inflight=max_inflight,
-            logprob_chunk=_CHUNK.value,
+            logprob_chunk=LOGPROB_CHUNK[preset] if _CHUNK.value is None else _CHUNK.value,
             head_mode=c.head_mode(_HEAD.value or ""),
             seed=_SEED.value,
         )
-        return create(_PRESET.value or "", config)
+        return create(preset, config)
     except (c.EngineConfigInvalid, ImportError) as error:
         raise EngineConfigError(f"engine jax: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Final, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 Dtype = Literal["float32", "bfloat16"]
 LossAggMode = Literal[
@@ -16,12 +16,7 @@ LossAggMode = Literal[
 OldLogprobs = Literal["current", "sampler", "trainer"]
 KlEstimator = Literal["kl", "mse_kl", "low_var_kl"]
 HeadMode = Literal["off", "local", "vocab", "auto"]
-LOSS_AGG_MODES: Final[tuple[str, ...]] = (
-    "token-mean",
-    "sequence-mean-token-mean",
-    "sequence-mean-token-sum",
-    "sequence-mean-token-sum-norm",
-)
+MatmulPrecision = Literal["default", "high", "highest"]
 
 
 class EngineConfigInvalid(ValueError):
@@ -51,9 +46,26 @@ class ModelConfig:
     query_block: int = 256  # Queries whose scores exist at a time.
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size"):
-            value = int(self.__dict__[name])
+        for name, value in (
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("num_layers", self.num_layers),
+            ("num_heads", self.num_heads),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("ffn_size", self.ffn_size),
+            ("query_block", self.query_block),
+        ):
             _require(value >= 1, f"{name} is {value}; use 1 or more")
+        _one_of("compute_dtype", self.compute_dtype, get_args(Dtype))
+        _require(
+            math.isfinite(self.rope_theta) and self.rope_theta > 0,
+            f"rope_theta is {self.rope_theta}; use a number above 0",
+        )
+        _require(
+            math.isfinite(self.norm_eps) and self.norm_eps > 0,
+            f"norm_eps is {self.norm_eps}; use a number above 0",
+        )
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads is {self.num_heads}: it must be a multiple of num_kv_heads"
@@ -73,28 +85,39 @@ class LossConfig:
     dual_clip: float = 0.0  # 0 = off; else the lower bound's factor, > 1.
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = "low_var_kl"
-    tis_cap: float = 0.0  # Truncated importance sampling: cap on trainer/sampler; 0 = off.
+    tis_cap: float = 0.0  # Truncated importance sampling: cap on old policy / sampler; 0 = off.
     logp_gate: float = 0.0  # Mean |log-prob gap| above which a sequence is dropped; 0 = off.
     norm_tokens: int = 0  # sequence-mean-token-sum-norm: the constant that sums are divided by.
     entropy_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(
-            self.loss_agg_mode in LOSS_AGG_MODES,
-            f"loss_agg_mode is {self.loss_agg_mode!r}; known: {', '.join(LOSS_AGG_MODES)}",
-        )
+        _one_of("loss_agg_mode", self.loss_agg_mode, get_args(LossAggMode))
+        _one_of("old_logprobs", self.old_logprobs, get_args(OldLogprobs))
+        _one_of("kl_estimator", self.kl_estimator, get_args(KlEstimator))
         _require(
             0 <= self.epsilon_low < 1,
             f"epsilon_low is {self.epsilon_low}; use a number from 0 to below 1",
         )
-        _require(self.epsilon_high >= 0, f"epsilon_high is {self.epsilon_high}; use 0 or more")
         _require(
-            self.dual_clip == 0 or self.dual_clip > 1,
+            self.dual_clip == 0 or (math.isfinite(self.dual_clip) and self.dual_clip > 1),
             f"dual_clip is {self.dual_clip}; use a factor above 1, or 0 for off",
         )
-        for name in ("tis_cap", "logp_gate", "kl_coefficient"):
-            value = float(self.__dict__[name])
+        for name, value in (
+            ("epsilon_high", self.epsilon_high),
+            ("kl_coefficient", self.kl_coefficient),
+            ("tis_cap", self.tis_cap),
+            ("logp_gate", self.logp_gate),
+        ):
             _require(value >= 0 and math.isfinite(value), f"{name} is {value}; use 0 (off) or more")
+        _require(
+            math.isfinite(self.entropy_coefficient),
+            f"entropy_coefficient is {self.entropy_coefficient}; use a finite number",
+        )
+        _require(
+            not (self.tis_cap and self.old_logprobs == "sampler"),
+            f"tis_cap is {self.tis_cap} with old_logprobs sampler: that ratio is against the sampler"
+            " already, so nothing is left to correct; use old_logprobs current or trainer",
+        )
         norm = self.loss_agg_mode == "sequence-mean-token-sum-norm"
         _require(
             not norm or self.norm_tokens > 0,
@@ -128,9 +151,16 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # 0 = no clipping.
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate >= 0, f"learning_rate is {self.learning_rate}; use 0 or more")
-        _require(self.warmup_steps >= 0, f"warmup_steps is {self.warmup_steps}; use 0 or more")
-        _require(self.max_grad_norm >= 0, f"max_grad_norm is {self.max_grad_norm}; use 0 or more")
+        for name, value in (
+            ("learning_rate", self.learning_rate),
+            ("warmup_steps", self.warmup_steps),
+            ("weight_decay", self.weight_decay),
+            ("max_grad_norm", self.max_grad_norm),
+        ):
+            _require(value >= 0 and math.isfinite(value), f"{name} is {value}; use 0 or more")
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            _require(0 <= value < 1, f"{name} is {value}; use a number from 0 to below 1")
+        _require(self.epsilon > 0, f"epsilon is {self.epsilon}; use a number above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +170,11 @@ class EngineConfig:
     model: ModelConfig
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_inflight: int = 2
+    max_inflight: int = 2  # Micro-batches dispatched and not yet computed.
     head_mode: HeadMode = "off"
-    logprob_chunk: int = 256  # Tokens whose logits exist at a time.
-    seed: int = 0
+    logprob_chunk: int = 256  # Tokens of each row whose logits exist at a time.
+    matmul_precision: MatmulPrecision = "highest"  # Of f32 products; TPU and GPU round otherwise.
+    seed: int = 0  # Of the initial weights.
 
     def __post_init__(self) -> None:
         _require(self.max_inflight >= 1, f"max_inflight is {self.max_inflight}; use 1 or more")
@@ -152,6 +183,8 @@ class EngineConfig:
             f"logprob_chunk is {self.logprob_chunk}: it is a number of tokens, not a switch;"
             " use 1 or more",
         )
+        _one_of("head_mode", self.head_mode, get_args(HeadMode))
+        _one_of("matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
 
 
 def _one_of(name: str, text: str, known: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""JaxEngine: the training and scoring ports on one JAX backend.
+"""JaxEngine: the training and scoring ports on one device of a JAX backend.
 
 Every call dispatches and returns; what it must wait for is said where it waits. Inputs are copied
 into private host arrays before they are handed to JAX, because JAX on CPU may alias a NumPy buffer
@@ -10,20 +10,20 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 import jax
 import numpy as np
-import numpy.typing as npt
+from jax import Array
 
-from prestage.microbatch import MicroBatch, MicroBatchId
+from prestage.microbatch import FIELDS, MicroBatch
+from prestage.wire.errors import InvalidTensor
+from prestage.wire.validate import check_values
 from trainer_worker.engine import (
     CompileReport,
     CompileSpec,
     DeviceFailure,
-    DeviceSpan,
     EngineCapabilities,
     EngineError,
     InvalidBatch,
@@ -33,127 +33,64 @@ from trainer_worker.engine import (
 )
 from trainer_worker.engines.jax_engine.compiles import compile_count
 from trainer_worker.engines.jax_engine.config import EngineConfig
-from trainer_worker.engines.jax_engine.loss import SUM_NAMES, host_denominator
+from trainer_worker.engines.jax_engine.loss import host_denominator, segment_limit
+from trainer_worker.engines.jax_engine.model import HostParams, Params
 from trainer_worker.engines.jax_engine.programs import (
-    UPDATE_METRICS,
+    DENOMINATOR,
+    EVALUATE_SUMS,
+    LOSS,
+    SCORE_FIELDS,
     Programs,
+    State,
+    Sums,
     compile_programs,
-    make_optimizer,
-    zero_sums,
+    first_state,
+)
+from trainer_worker.engines.jax_engine.values import (
+    DispatchedBatch,
+    DispatchedUpdate,
+    Prepared,
+    StepNumbers,
+    read,
 )
 
 IDLE_WAITS: Final = 5
-Tree = Any  # A JAX pytree; its structure is the model's.
-
-
-@dataclass(kw_only=True)
-class _Prepared:
-    batch_id: MicroBatchId
-    digest: str
-    device_bytes: int
-    arrays: Mapping[str, jax.Array]
-    denominator: float
-
-    def wait_ready(self) -> DeviceSpan:
-        try:
-            jax.block_until_ready(dict(self.arrays))
-        except Exception as error:
-            raise DeviceFailure(self.batch_id, str(error)) from error
-        return DeviceSpan()
-
-
-@dataclass(kw_only=True)
-class _Dispatched:
-    batch_id: MicroBatchId | None
-    marker: jax.Array  # Never donated; ready when the computation is.
-
-    def wait(self) -> DeviceSpan:
-        try:
-            self.marker.block_until_ready()
-        except Exception as error:
-            raise DeviceFailure(self.batch_id, str(error)) from error
-        return DeviceSpan()
-
-    def peek(self) -> DeviceSpan:
-        return DeviceSpan()
-
-
-@dataclass(kw_only=True)
-class _Metrics:
-    """Device arrays of one step; read from any thread, after which they are plain numbers."""
-
-    sums: jax.Array | None
-    update: jax.Array | None
-    micro_batches: int
-    values: Mapping[str, float] | None = None
-
-    def result(self) -> Mapping[str, float]:
-        values = self.values
-        if values is None:
-            sums, update = self.sums, self.update
-            assert sums is not None and update is not None
-            values = _metric_values(np.asarray(sums), np.asarray(update), self.micro_batches)
-            self.values = values
-            self.sums = self.update = None  # Keep no device memory for the 128 kept steps.
-        return values
-
-
-def _metric_values(
-    sums: npt.NDArray[np.float32], update: npt.NDArray[np.float32], micro_batches: int
-) -> Mapping[str, float]:
-    total = dict(zip(SUM_NAMES, (float(value) for value in sums), strict=True))
-    tokens = max(total["tokens"], 1.0)
-    kept = max(total["kept_tokens"], 1.0)
-    values = dict(zip(UPDATE_METRICS, (float(value) for value in update), strict=True))
-    values.update(
-        {
-            "loss": total["loss"] / max(total["denominator"], 1.0),
-            "denominator": total["denominator"],
-            "entropy": total["entropy"] / tokens,
-            "sampler_is/token_logdiff_absmean": total["logprob_gap"] / tokens,
-            "kept_fraction": total["kept_tokens"] / tokens,
-            "clip_fraction": total["clipped_tokens"] / kept,
-            "kl": total["kl"] / kept,
-            "trained_tokens": total["tokens"],
-            "sequences": total["sequences"],
-            "micro_batches": float(micro_batches),
-        }
-    )
-    return values
+USABLE_FIELDS: Final = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 
 
 class JaxEngine:
     """See the module. Made with its initial parameters on the host."""
 
-    def __init__(self, config: EngineConfig, params: Mapping[str, object], name: str) -> None:
+    def __init__(self, config: EngineConfig, params: HostParams) -> None:
         self._config = config
-        self._name = name
-        on_device = jax.tree.map(lambda p: jax.device_put(np.array(p, np.float32)), params)
-        optimizer_state = make_optimizer(config.optimizer).init(on_device)
-        self._state: Tree = (on_device, optimizer_state)
-        self._sums: Tree = zero_sums(on_device)
+        self._device = jax.devices()[0]
+        on_device: Params = jax.tree.map(
+            lambda p: jax.device_put(np.array(p, np.float32), self._device), params
+        )
+        # Compiled once so that no buffer is shared: each of them is donated later.
+        self._state: State = jax.jit(lambda p: first_state(config, p))(on_device)
+        self._sums: Sums | None = None
         self._programs: Programs | None = None
         self._spec: CompileSpec | None = None
         self._train_step = 0
         self._denominator = 0.0
         self._micro_batches = 0
-        self._inflight: deque[jax.Array] = deque()
+        self._inflight: deque[DispatchedBatch] = deque()
 
     # -- what it is ---------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        device = jax.devices()[0]
         return EngineCapabilities(
             engine="jax",
             can_stage=True,
             can_defer_update=True,
             can_score=True,
             update_waits_for_device=bool(self._config.loss.logp_gate),
-            optional_fields=("sampling_logprobs", "old_logprobs", "ref_logprobs"),
+            optional_fields=USABLE_FIELDS,
             required_fields=self._config.loss.required_fields,
             vocab_size=self._config.model.vocab_size,
-            device_kind=device.device_kind,
+            device_kind=self._device.device_kind,
             device_count=1,
         )
 
@@ -166,19 +103,26 @@ class JaxEngine:
         return compile_count()
 
     @property
-    def params(self) -> Tree:
-        """The parameters on the device (tests)."""
-        return self._state[0]
+    def state(self) -> State:
+        """Parameters and optimizer state on the device (checkpoints, exports, tests)."""
+        return self._state
 
     # -- bring-up -------------------------------------------------------------------------------
 
     def compile(self, spec: CompileSpec) -> CompileReport:
-        started_s = time.monotonic()
-        before = compile_count()
+        """Compile every program and run each once, with empty input: nothing is lazy in a step.
+
+        Raises `EngineError` while a step is open, and for fields that the loss lacks.
+        """
+        started_s, before = time.monotonic(), compile_count()
+        if self._micro_batches:
+            raise EngineError("compile while a step is open: close or abort it first")
+        self._check_fields(f"compile for {spec.rows} x {spec.tokens_per_row}", spec.fields)
         if self._programs is None or spec != self._spec:
-            self._programs = compile_programs(self._config, self._state[0], self._state, spec)
+            self._programs = compile_programs(self._config, self._state, spec)
             self._spec = spec
-        jax.block_until_ready((self._state, self._sums))
+            self._warm_up(self._programs, spec)
+        self.wait_for_device()
         waits = tuple(self.wait_for_device() for _ in range(IDLE_WAITS))
         return CompileReport(
             seconds=time.monotonic() - started_s,
@@ -186,35 +130,59 @@ class JaxEngine:
             idle_wait_seconds=waits,
         )
 
-    def _ready(self) -> Programs:
-        if self._programs is None:
-            raise EngineError("the engine is not compiled")
-        return self._programs
+    def _warm_up(self, programs: Programs, spec: CompileSpec) -> None:
+        """Run each executable once. The denominator is 0, so that no parameter changes."""
+        shape = (spec.rows, spec.tokens_per_row)
+        empty = {name: np.zeros(shape, FIELDS[name].dtype) for name in spec.fields}
+        batch = self._to_device(empty, spec.fields)
+        self._sums, _ = programs.fwd_bwd(self._state.params, programs.zero(), batch)
+        self._state, self._sums, metrics, _ = programs.update(self._state, self._sums)
+        scored = programs.score(self._state.params, self._to_device(empty, SCORE_FIELDS))
+        evaluated = self._to_device(empty, (*SCORE_FIELDS, "loss_mask"))
+        sums = programs.evaluate(self._state.params, evaluated)
+        jax.block_until_ready((scored, sums, metrics))
+
+    def _check_fields(self, what: str, fields: Iterable[str]) -> None:
+        fields = set(fields)
+        wanted = {name for name, field in FIELDS.items() if field.required}
+        wanted |= set(self._config.loss.required_fields)
+        if missing := sorted(wanted - fields):
+            raise InvalidBatch(
+                f"{what}: the field {missing[0]!r} is missing, which the loss needs"
+                f" (old_logprobs {self._config.loss.old_logprobs})"
+            )
+        if extra := sorted(fields - wanted - set(USABLE_FIELDS)):
+            raise InvalidBatch(f"{what}: this engine cannot use the field {extra[0]!r}")
+
+    def _ready(self) -> tuple[Programs, CompileSpec]:
+        if self._programs is None or self._spec is None:
+            raise EngineError("the engine is not compiled: call compile first")
+        return self._programs, self._spec
 
     def check(self, batch: MicroBatch) -> None:
-        spec = self._spec
+        name, spec = f"micro-batch {batch.id}", self._spec
         if spec is not None:
             if (batch.rows, batch.tokens_per_row) != (spec.rows, spec.tokens_per_row):
                 raise InvalidBatch(
-                    f"micro-batch {batch.id} is [{batch.rows}, {batch.tokens_per_row}]; the engine"
-                    f" is compiled for [{spec.rows}, {spec.tokens_per_row}]"
+                    f"{name} is [{batch.rows}, {batch.tokens_per_row}]; the engine is compiled for"
+                    f" [{spec.rows}, {spec.tokens_per_row}]: pack for that shape or compile again"
                 )
             if sorted(batch.arrays) != sorted(spec.fields):
                 raise InvalidBatch(
-                    f"micro-batch {batch.id} has the fields {sorted(batch.arrays)}; the engine is"
-                    f" compiled for {sorted(spec.fields)}"
+                    f"{name} has the fields {sorted(batch.arrays)}; the engine is compiled for"
+                    f" {sorted(spec.fields)}"
                 )
-        missing = sorted(set(self._config.loss.required_fields) - set(batch.arrays))
-        if missing:
+        self._check_fields(name, batch.arrays)
+        try:
+            check_values(batch, vocab_size=self._config.model.vocab_size)
+        except InvalidTensor as error:
+            raise InvalidBatch(str(error)) from error
+        segments, limit = batch.arrays["segment_ids"], segment_limit(batch.tokens_per_row)
+        if segments.size and int(segments.max()) > limit:
+            row, token = (int(x) for x in np.argwhere(np.greater(segments, limit))[0])
             raise InvalidBatch(
-                f"micro-batch {batch.id} lacks the field {missing[0]!r}, which the loss needs"
-            )
-        tokens = batch.arrays["tokens"]
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._config.model.vocab_size:
-            raise InvalidBatch(
-                f"micro-batch {batch.id}: field tokens holds id {low if low < 0 else high}; the"
-                f" vocabulary is 0 to {self._config.model.vocab_size - 1}"
+                f"{name}: field segment_ids holds {segments[row, token]} at row {row}, position"
+                f" {token}; number the segments of a row from 1 (at most {limit})"
             )
 
     def input_bytes(self, batch: MicroBatch) -> int:
@@ -222,103 +190,118 @@ class JaxEngine:
 
     # -- the step -------------------------------------------------------------------------------
 
-    def prepare_fwd_bwd_input(self, batch: MicroBatch) -> _Prepared:
-        arrays = self._to_device(batch)
-        return _Prepared(
+    def prepare_fwd_bwd_input(self, batch: MicroBatch) -> Prepared:
+        return Prepared(
             batch_id=batch.id,
             digest=batch.digest,
             device_bytes=batch.payload_bytes,
-            arrays=arrays,
+            arrays=self._to_device(batch.arrays, batch.arrays),
             denominator=host_denominator(self._config.loss, batch.arrays),
         )
 
-    def _to_device(self, batch: MicroBatch) -> dict[str, jax.Array]:
-        return {name: jax.device_put(np.array(array)) for name, array in batch.arrays.items()}
+    def _to_device(
+        self, arrays: Mapping[str, np.ndarray], fields: Iterable[str]
+    ) -> dict[str, Array]:
+        """Start copying private copies of `fields`; the caller may reuse its arrays at once."""
+        return {name: jax.device_put(np.array(arrays[name]), self._device) for name in fields}
 
-    def fwd_bwd(self, prepared: PreparedInput) -> _Dispatched:
-        if not isinstance(prepared, _Prepared):
+    def fwd_bwd(self, prepared: PreparedInput) -> DispatchedBatch:
+        """Waits for the oldest micro-batch while `max_inflight` are in flight."""
+        if not isinstance(prepared, Prepared):
             raise EngineError(f"fwd_bwd got {type(prepared).__name__}, not this engine's input")
-        programs = self._ready()
+        programs, _ = self._ready()
         while len(self._inflight) >= self._config.max_inflight:
-            self._inflight.popleft().block_until_ready()
-        self._sums, marker = programs.fwd_bwd(self._state[0], self._sums, dict(prepared.arrays))
-        self._inflight.append(marker)
+            self._inflight.popleft().wait()
+        sums = programs.zero() if self._sums is None else self._sums
+        self._sums, marker = programs.fwd_bwd(self._state.params, sums, dict(prepared.arrays))
+        dispatched = DispatchedBatch(batch_id=prepared.batch_id, marker=marker)
+        self._inflight.append(dispatched)
         self._denominator += prepared.denominator
         self._micro_batches += 1
-        return _Dispatched(batch_id=prepared.batch_id, marker=marker)
+        return dispatched
 
     def wait_for_device(self) -> float:
         started_s = time.monotonic()
-        jax.block_until_ready((self._state, self._sums))
-        self._inflight.clear()
+        while self._inflight:
+            self._inflight.popleft().wait()
+        try:
+            jax.block_until_ready((self._state, self._sums))
+        except Exception as error:
+            raise DeviceFailure(None, f"{type(error).__name__}: {error}") from error
         return time.monotonic() - started_s
 
     def update(self) -> UpdateResult:
-        programs = self._ready()
+        """Waits for the device only with log-prob gates, which decide there what is kept.
+
+        Raises `EngineError` when no micro-batch was accumulated.
+        """
+        programs, spec = self._ready()
+        sums = self._sums
+        if sums is None or not self._micro_batches:
+            raise EngineError("update without a micro-batch: nothing was accumulated")
         denominator = self._denominator
         if self._config.loss.logp_gate:
-            # The gates decide on the device what is kept: the step may turn out to be empty.
-            denominator = float(np.asarray(self._sums[1])[SUM_NAMES.index("denominator")])
+            totals = read(sums.totals, None)
+            if not np.isfinite(totals[LOSS]):
+                raise EngineError(f"the step's loss is {totals[LOSS]}: abort the step")
+            denominator = float(totals[DENOMINATOR])
+        self._state, self._sums, update, step_totals = programs.update(self._state, sums)
         applied = denominator > 0
-        self._state, self._sums, update, total = programs.update(self._state, self._sums)
-        metrics = _Metrics(sums=total, update=update, micro_batches=self._micro_batches)
-        if applied:
-            self._train_step += 1
+        self._train_step += int(applied)
+        metrics = StepNumbers(
+            totals=step_totals,
+            update=update,
+            micro_batches=self._micro_batches,
+            has_sampler="sampling_logprobs" in spec.fields,
+        )
         self._denominator, self._micro_batches = 0.0, 0
         return UpdateResult(
-            applied=applied,
-            completion=_Dispatched(batch_id=None, marker=update),
-            metrics=metrics,
+            applied=applied, completion=DispatchedUpdate(update=update), metrics=metrics
         )
 
     def abort_step(self) -> None:
-        if self._programs is not None and self._micro_batches:
-            self._sums = self._programs.reset(self._sums)
+        """Made of nothing that the aborted step computed: it may have failed."""
+        self._sums = None
+        self._inflight.clear()
         self._denominator, self._micro_batches = 0.0, 0
 
     # -- scoring --------------------------------------------------------------------------------
 
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
-        scored = self._ready().score(self._state[0], self._to_device(batch))
-        return ScoreResult(logprobs=np.asarray(scored), metrics={})
+        programs, _ = self._ready()
+        scored = programs.score(self._state.params, self._to_device(batch.arrays, SCORE_FIELDS))
+        return ScoreResult(logprobs=read(scored, batch.id), metrics={})
 
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
-        sums = np.asarray(self._ready().evaluate(self._state[0], self._to_device(batch)))
-        tokens = max(float(sums[2]), 1.0)
-        return {
-            "logprob": float(sums[0]) / tokens,
-            "entropy": float(sums[1]) / tokens,
-            "tokens": float(sums[2]),
-        }
+        """Means over trained tokens, nats: `logprob`, `entropy`; and their number, `tokens`."""
+        programs, _ = self._ready()
+        arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
+        sums = read(programs.evaluate(self._state.params, arrays), batch.id)
+        values = dict(zip(EVALUATE_SUMS, map(float, sums), strict=True))
+        tokens = max(values["tokens"], 1.0)
+        return values | {name: values[name] / tokens for name in ("logprob", "entropy")}
 
     # -- parameters -----------------------------------------------------------------------------
 
     def parameter_digest(self) -> str:
         whole = hashlib.sha256()
-        for name, leaf in sorted(named_leaves(self._state[0]).items()):
-            array = np.asarray(leaf)
+        for name, leaf in sorted(named_leaves(self._state.params).items()):
+            array = np.ascontiguousarray(read(leaf, None))
             whole.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
-            whole.update(np.ascontiguousarray(array).tobytes())
+            whole.update(array.data)
         return whole.hexdigest()
 
     def close(self) -> None:
-        jax.block_until_ready((self._state, self._sums))
+        self._inflight.clear()
+        jax.block_until_ready(self._state)
 
 
-def named_leaves(tree: Tree) -> dict[str, Any]:
-    """Leaves of a pytree by their path, such as `layers/wq`."""
-    found: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        parts = []
-        for key in path:
-            match key:
-                case jax.tree_util.DictKey(key=name):
-                    parts.append(str(name))
-                case jax.tree_util.SequenceKey(idx=index):
-                    parts.append(str(index))
-                case jax.tree_util.GetAttrKey(name=name):
-                    parts.append(name)
-                case _:
-                    parts.append(str(key))
-        found["/".join(parts)] = leaf
+def named_leaves(params: Params) -> dict[str, Array]:
+    """Parameters by their path, such as `layers/wq`."""
+    found: dict[str, Array] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": leaf for inner, leaf in value.items()}
+        else:
+            found[name] = value
     return found

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer_worker.engines.jax_engine.config import EngineConfigInvalid, ModelConfig
+from trainer_worker.engines.jax_engine.model import HostArray, HostParams
 
-FloatArray = npt.NDArray[np.float32]
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -36,14 +35,14 @@ def weights_file() -> Path:
     return found
 
 
-def _unpermuted(weight: FloatArray, heads: int) -> FloatArray:
+def _unpermuted(weight: HostArray, heads: int) -> HostArray:
     """Rows from interleaved pairs back to halves. `weight` `[heads * head_dim, in]`."""
     rows, columns = weight.shape
     split = weight.reshape(heads, rows // heads // 2, 2, columns)
     return split.swapaxes(1, 2).reshape(rows, columns)
 
 
-def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, object]]:
+def load_gguf(path: Path) -> tuple[ModelConfig, HostParams]:
     """Model config and f32 parameters of a Llama-architecture GGUF file.
 
     Raises `EngineConfigInvalid` for another architecture or a missing tensor.
@@ -62,7 +61,7 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, object]]:
     architecture = value("general.architecture")
     if architecture != "llama":
         raise EngineConfigInvalid(f"{path.name} is of architecture {architecture}, not llama")
-    tensors: Mapping[str, FloatArray] = {
+    tensors: Mapping[str, HostArray] = {
         tensor.name: dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         for tensor in reader.tensors
     }
@@ -82,7 +81,7 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, object]]:
         tied_head="output.weight" not in tensors,
     )
 
-    def stacked(name: str, heads_to_unpermute: int = 0) -> FloatArray:
+    def stacked(name: str, heads_to_unpermute: int = 0) -> HostArray:
         layers = []
         for layer in range(config.num_layers):
             weight = tensors[f"blk.{layer}.{name}.weight"]
@@ -91,7 +90,7 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, object]]:
             layers.append(weight.T if weight.ndim == 2 else weight)
         return np.ascontiguousarray(np.stack(layers))
 
-    params: dict[str, object] = {
+    params: dict[str, HostArray | Mapping[str, HostArray]] = {
         "embed": tensors["token_embd.weight"],
         "layers": {
             "attn_norm": stacked("attn_norm"),
@@ -111,6 +110,6 @@ def load_gguf(path: Path) -> tuple[ModelConfig, dict[str, object]]:
     return config, params
 
 
-def load_smollm2() -> tuple[ModelConfig, dict[str, object]]:
+def load_smollm2() -> tuple[ModelConfig, HostParams]:
     """SmolLM2-135M-Instruct as shipped (Q4_1 weights, Q8_0 embedding), dequantised to f32."""
     return load_gguf(weights_file())

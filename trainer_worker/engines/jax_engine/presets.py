@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from trainer_worker.engine import EngineParts
-from trainer_worker.engines.jax_engine.config import EngineConfig, ModelConfig
+from trainer_worker.engines.jax_engine.config import EngineConfig, EngineConfigInvalid, ModelConfig
 from trainer_worker.engines.jax_engine.engine import JaxEngine
-from trainer_worker.engines.jax_engine.model import init_params
+from trainer_worker.engines.jax_engine.model import HostParams, init_params
 
 PRESETS: Final = ("tiny", "smollm2-135m")
 
@@ -23,15 +25,27 @@ TINY: Final = ModelConfig(
 )
 
 
+LOGPROB_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"tiny": 16, "smollm2-135m": 64})
+"""Default tokens of each row whose logits exist at a time: what a CPU's caches like."""
+
+
 def create(preset: str, config: EngineConfig) -> EngineParts:
-    """An engine for a preset. `config.model` is replaced by the preset's."""
+    """An engine for a preset, on the first device. `config.model` is replaced by the preset's.
+
+    Raises `EngineConfigInvalid` for an unknown preset and for weights that are not installed.
+    """
     if preset == "tiny":
-        config = replace(config, model=TINY)
-        engine = JaxEngine(config, init_params(TINY, config.seed), preset)
-    else:
+        model, params = TINY, init_params(TINY, config.seed)
+    elif preset == "smollm2-135m":
         from trainer_worker.engines.jax_engine.gguf_weights import load_smollm2
 
         model, params = load_smollm2()
-        config = replace(config, model=model)
-        engine = JaxEngine(config, params, preset)
+    else:
+        raise EngineConfigInvalid(f"preset is {preset!r}; use one of {', '.join(PRESETS)}")
+    return engine_parts(replace(config, model=model), params)
+
+
+def engine_parts(config: EngineConfig, params: HostParams) -> EngineParts:
+    """An engine of any model, with its initial parameters on the host."""
+    engine = JaxEngine(config, params)
     return EngineParts(training=engine, scoring=engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,54 +20,78 @@ from jax import Array
 from prestage.microbatch import FIELDS
 from trainer_worker.engine import CompileSpec
 from trainer_worker.engines.jax_engine.config import EngineConfig, OptimizerConfig
-from trainer_worker.engines.jax_engine.loss import SUM_NAMES, loss_sums, shifted, target_weights
+from trainer_worker.engines.jax_engine.loss import (
+    SUM_NAMES,
+    loss_sums,
+    predicts,
+    shifted,
+    target_weights,
+)
 from trainer_worker.engines.jax_engine.model import (
     Params,
     final_norm,
     head_table,
     hidden_states,
 )
-from trainer_worker.logprob_head import HeadConfig, token_logprobs
+from trainer_worker.logprob_head import HeadConfig, TokenLogprobs, token_logprobs
 
+LOSS: Final = SUM_NAMES.index("loss")
 DENOMINATOR: Final = SUM_NAMES.index("denominator")
 UPDATE_METRICS: Final = ("grad_norm", "update_norm", "learning_rate", "applied")
+"""Names of the numbers that an update reports, in order."""
+GRAD_NORM: Final = UPDATE_METRICS.index("grad_norm")
+EVALUATE_SUMS: Final = ("logprob", "entropy", "tokens")
+SCORE_FIELDS: Final = ("tokens", "segment_ids", "positions")
 
-# A JAX pytree; its structure is the model's.
-Tree = Any
+Batch = Mapping[str, Array]
+
+
+class State(NamedTuple):
+    """What an update changes. All on the device."""
+
+    params: Params  # f32 masters.
+    optimizer: optax.OptState
+    updates: Array  # int32 scalar: updates applied, which the learning-rate schedule follows.
+
+
+class Sums(NamedTuple):
+    """What micro-batches of a step add up to. All on the device."""
+
+    gradients: Params  # f32, of the unreduced sum.
+    totals: Array  # f32, in the order of SUM_NAMES.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """Executables. `state` is (params, optimizer state); `sums` is (gradients, f32 vector)."""
+    """Executables. Donated arguments are marked *."""
 
-    fwd_bwd: jax.stages.Compiled  # (params, sums, batch) -> (sums, scalar to wait for)
-    update: jax.stages.Compiled  # (state, sums) -> (state, zero sums, f32 metrics, sums vector)
-    reset: jax.stages.Compiled  # (sums) -> zero sums
-    score: jax.stages.Compiled  # (params, batch) -> log-probs [R, T], token-aligned
-    evaluate: jax.stages.Compiled  # (params, batch) -> f32 vector of sums
+    fwd_bwd: jax.stages.Compiled  # (params, sums*, batch) -> (sums, f32 [loss, denominator])
+    update: jax.stages.Compiled  # (state*, sums*) -> (state, zero sums, f32 metrics, totals)
+    zero: jax.stages.Compiled  # () -> zero sums
+    score: jax.stages.Compiled  # (params, batch) -> f32 log-probs [R, T], token-aligned
+    evaluate: jax.stages.Compiled  # (params, batch) -> f32 sums in the order of EVALUATE_SUMS
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW on f32 masters; clipping is part of the update program."""
-    schedule: optax.Schedule = optax.constant_schedule(config.learning_rate)
-    if config.warmup_steps:
-        schedule = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
-    return optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
+    """AdamW's direction; clipping and the learning rate are the update program's."""
+    return optax.chain(
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+        optax.add_decayed_weights(config.weight_decay),
     )
 
 
-def zero_sums(params: Tree) -> Tree:
-    """Empty accumulators for these parameters."""
+def first_state(config: EngineConfig, params: Params) -> State:
+    """The state before the first update. Traceable."""
+    optimizer = make_optimizer(config.optimizer).init(params)
+    return State(params=params, optimizer=optimizer, updates=jnp.zeros((), jnp.int32))
+
+
+def _zero_sums(params: Params) -> Sums:
     gradients = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    return gradients, jnp.zeros((len(SUM_NAMES),), jnp.float32)
+    return Sums(gradients=gradients, totals=jnp.zeros((len(SUM_NAMES),), jnp.float32))
 
 
-def _predicted(config: EngineConfig, params: Params, batch: Mapping[str, Array]) -> Tree:
+def _predicted(config: EngineConfig, params: Params, batch: Batch) -> TokenLogprobs:
     hidden = hidden_states(
         config.model, params, batch["tokens"], batch["positions"], batch["segment_ids"]
     )
@@ -78,118 +102,109 @@ def _predicted(config: EngineConfig, params: Params, batch: Mapping[str, Array])
         mode=config.head_mode,
     )
     return token_logprobs(
-        hidden,
-        head_table(params),
-        shifted(batch["tokens"]),
-        head,
-        norm_scale=final_norm(params),
+        hidden, head_table(params), shifted(batch["tokens"]), head, norm_scale=final_norm(params)
     )
 
 
-def _loss(config: EngineConfig, params: Tree, batch: Mapping[str, Array]) -> tuple[Array, Array]:
+def _loss(config: EngineConfig, params: Params, batch: Batch) -> tuple[Array, Array]:
     scored = _predicted(config, params, batch)
     return loss_sums(config.loss, scored.logprobs, scored.entropy, batch)
 
 
-def _fwd_bwd(config: EngineConfig, params: Tree, sums: Tree, batch: Tree) -> Tree:
-    gradient, total = sums
-    (_, vector), new = jax.value_and_grad(lambda p: _loss(config, p, batch), has_aux=True)(params)
-    gradient = jax.tree.map(lambda old, g: old + g.astype(jnp.float32), gradient, new)
-    total = total + vector
-    return (gradient, total), total[DENOMINATOR] * 1.0
+def _fwd_bwd(config: EngineConfig, params: Params, sums: Sums, batch: Batch) -> tuple[Sums, Array]:
+    (_, totals), new = jax.value_and_grad(lambda p: _loss(config, p, batch), has_aux=True)(params)
+    gradients = jax.tree.map(lambda old, g: old + g.astype(jnp.float32), sums.gradients, new)
+    marker = jnp.stack([totals[LOSS], totals[DENOMINATOR]])
+    return Sums(gradients=gradients, totals=sums.totals + totals), marker
 
 
-def _update(
-    config: EngineConfig, optimizer: optax.GradientTransformation, state: Tree, sums: Tree
-) -> Tree:
-    params, optimizer_state = state
-    gradient, total = sums
-    denominator = total[DENOMINATOR]
-    applied = denominator > 0
-    gradient = jax.tree.map(lambda g: g / jnp.where(applied, denominator, 1.0), gradient)
-    norm = optax.global_norm(gradient)
+def learning_rate(config: OptimizerConfig, updates: Array) -> Array:
+    """Of the next update, after `updates` of them. Linear warm-up that starts above 0."""
+    rate = jnp.asarray(config.learning_rate, jnp.float32)
+    if not config.warmup_steps:
+        return rate
+    return rate * jnp.minimum(1.0, (updates + 1) / config.warmup_steps)
+
+
+def _update(config: EngineConfig, state: State, sums: Sums) -> tuple[State, Sums, Array, Array]:
+    """One division by the step's denominator, clipping, AdamW.
+
+    The parameters stay, bit for bit, when the denominator is 0 or a gradient is not finite.
+    """
+    denominator = sums.totals[DENOMINATOR]
+    divisor = jnp.where(denominator > 0, denominator, 1.0)
+    gradients = jax.tree.map(lambda g: g / divisor, sums.gradients)
+    norm = optax.global_norm(gradients)
+    applied = (denominator > 0) & jnp.isfinite(norm)
     if config.optimizer.max_grad_norm:
         factor = jnp.minimum(1.0, config.optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
-        gradient = jax.tree.map(lambda g: g * factor, gradient)
-    steps, new_state = optimizer.update(gradient, optimizer_state, params)
-    new_params = optax.apply_updates(params, steps)
+        gradients = jax.tree.map(lambda g: g * factor, gradients)
+    optimizer = make_optimizer(config.optimizer)
+    direction, moments = optimizer.update(gradients, state.optimizer, state.params)
+    rate = learning_rate(config.optimizer, state.updates)
+    steps = jax.tree.map(lambda d: -rate * d, direction)
+    new = State(
+        params=jax.tree.map(jnp.add, state.params, steps),
+        optimizer=moments,
+        updates=state.updates + 1,
+    )
+    chosen: State = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
+    step_norm = jnp.where(applied, optax.global_norm(steps), 0.0)
+    metrics = jnp.stack([norm, step_norm, rate, applied.astype(jnp.float32)])
+    return chosen, _zero_sums(state.params), metrics, sums.totals
 
-    def choose(new: Array, old: Array) -> Array:
-        return jnp.where(applied, new, old)
 
-    params = jax.tree.map(choose, new_params, params)
-    optimizer_state = jax.tree.map(choose, new_state, optimizer_state)
-    update_norm = jnp.where(applied, optax.global_norm(steps), 0.0)
-    rate = jnp.asarray(config.optimizer.learning_rate, jnp.float32)
-    metrics = jnp.stack([norm, update_norm, rate, applied.astype(jnp.float32)])
-    return (params, optimizer_state), zero_sums(params), metrics, total * 1.0
-
-
-def _score(config: EngineConfig, params: Tree, batch: Tree) -> Array:
+def _score(config: EngineConfig, params: Params, batch: Batch) -> Array:
     predicted = _predicted(config, params, batch).logprobs
-    segments = batch["segment_ids"]
-    inside = (shifted(segments) == segments) & (segments != 0)
-    aligned = jnp.roll(jnp.where(inside.at[:, -1].set(False), predicted, 0.0), 1, axis=1)
-    return aligned
+    return jnp.roll(jnp.where(predicts(batch["segment_ids"]), predicted, 0.0), 1, axis=1)
 
 
-def _evaluate(config: EngineConfig, params: Tree, batch: Tree) -> Array:
+def _evaluate(config: EngineConfig, params: Params, batch: Batch) -> Array:
     scored = _predicted(config, params, batch)
     weights = target_weights(batch)
-    total = jnp.sum(weights)
     return jnp.stack(
         [
             jnp.sum(jnp.where(weights > 0, scored.logprobs, 0.0)),
             jnp.sum(jnp.where(weights > 0, scored.entropy, 0.0)),
-            total,
+            jnp.sum(weights),
         ]
     )
 
 
-def batch_shapes(spec: CompileSpec, routing: tuple[int, ...] = ()) -> dict[str, Tree]:
+def batch_shapes(spec: CompileSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """Abstract arrays of one micro-batch."""
-    shapes = {}
-    for name in spec.fields:
-        field = FIELDS[name]
-        trailing = routing if field.trailing_dims else ()
-        shapes[name] = jax.ShapeDtypeStruct(
-            (spec.rows, spec.tokens_per_row, *trailing), field.dtype
-        )
-    return shapes
+    shape = (spec.rows, spec.tokens_per_row)
+    return {name: jax.ShapeDtypeStruct(shape, FIELDS[name].dtype) for name in spec.fields}
 
 
-def _abstract(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
-
-
-def compile_programs(
-    config: EngineConfig, params: Tree, state: Tree, spec: CompileSpec
-) -> Programs:
+def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> Programs:
     """Compile every program of a run for one micro-batch shape."""
-    optimizer = make_optimizer(config.optimizer)
-    abstract_params, abstract_state = _abstract(params), _abstract(state)
-    sums = jax.eval_shape(zero_sums, abstract_params)
+    aval = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
+    sums = jax.eval_shape(_zero_sums, aval.params)
     batch = batch_shapes(spec)
+    scored = {name: batch[name] for name in SCORE_FIELDS}
+    evaluated = {name: batch[name] for name in (*SCORE_FIELDS, "loss_mask")}
 
-    def fwd_bwd(params: Tree, sums: Tree, batch: Tree) -> Tree:
+    def fwd_bwd(params: Params, sums: Sums, batch: Batch) -> tuple[Sums, Array]:
         return _fwd_bwd(config, params, sums, batch)
 
-    def update(state: Tree, sums: Tree) -> Tree:
-        return _update(config, optimizer, state, sums)
+    def update(state: State, sums: Sums) -> tuple[State, Sums, Array, Array]:
+        return _update(config, state, sums)
 
-    def reset(sums: Tree) -> Tree:
-        return jax.tree.map(jnp.zeros_like, sums)
+    def zero() -> Sums:
+        return _zero_sums(aval.params)
 
-    def score(params: Tree, batch: Tree) -> Array:
+    def score(params: Params, batch: Batch) -> Array:
         return _score(config, params, batch)
 
-    def evaluate(params: Tree, batch: Tree) -> Array:
+    def evaluate(params: Params, batch: Batch) -> Array:
         return _evaluate(config, params, batch)
 
-    return Programs(
-        fwd_bwd=jax.jit(fwd_bwd, donate_argnums=1).lower(abstract_params, sums, batch).compile(),
-        update=jax.jit(update, donate_argnums=(0, 1)).lower(abstract_state, sums).compile(),
-        reset=jax.jit(reset, donate_argnums=0).lower(sums).compile(),
-        score=jax.jit(score).lower(abstract_params, batch).compile(),
-        evaluate=jax.jit(evaluate).lower(abstract_params, batch).compile(),
-    )
+    with jax.default_matmul_precision(config.matmul_precision):
+        return Programs(
+            fwd_bwd=jax.jit(fwd_bwd, donate_argnums=1).lower(aval.params, sums, batch).compile(),
+            update=jax.jit(update, donate_argnums=(0, 1)).lower(aval, sums).compile(),
+            zero=jax.jit(zero).lower().compile(),
+            score=jax.jit(score).lower(aval.params, scored).compile(),
+            evaluate=jax.jit(evaluate).lower(aval.params, evaluated).compile(),
+        )
