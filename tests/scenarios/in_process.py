@@ -223,7 +223,7 @@ def undisturbed(scenario: Scenario) -> str:
     """The parameters of a plain run of the same steps, from an engine of its own."""
     engine = TimedEngine(TimedConfig(), VirtualClock())
     shape = SyntheticShape(micro_batches=scenario.micro_batches)
-    for step in range(scenario.plan.num_steps):
+    for step in range(scenario.steps_trained):
         for index in range(scenario.micro_batches):
             engine.fwd_bwd(engine.prepare_fwd_bwd_input(make_batch(shape, RUN, step, index)))
         engine.update()

@@ -26,6 +26,7 @@ from orchestrator.calls import (
     Ready,
     Refused,
     Send,
+    SourceEnded,
     Start,
 )
 from orchestrator.invariants import FROM_SCRATCH, Expectation, Ledger, new_process, observe
@@ -36,7 +37,8 @@ from tests.walk.worker import How, Message, Worker, crashed, deliver, fresh
 
 Reply = Done | Raised | Refused
 MOST_CALLS = 500
-DATA_COMMANDS = ("late rollouts", "packed")
+STANDING = ("late rollouts", "source ends")
+DATA_COMMANDS = (*STANDING, "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ class Play:
     def __post_init__(self) -> None:
         self._commands = list(self.scenario.commands)
         self._late_steps = {c.step for c in self._commands if c.kind == "late rollouts"}
+        self._ends = {c.step for c in self._commands if c.kind == "source ends"}
         self._withheld: list[tuple[int, int]] = []
         self._under_way: list[tuple[str, Send, Key]] = []  # (until, call, key)
 
@@ -148,7 +151,7 @@ class Play:
             match action:
                 case Finish():
                     right = self.backend.parameters_are_right(
-                        self.state.plan.num_steps, self.scenario.micro_batches
+                        self.scenario.steps_trained, self.scenario.micro_batches
                     )
                     self.lines.append(f"finished, parameters {'right' if right else 'WRONG'}")
                     return self._log()
@@ -167,7 +170,7 @@ class Play:
         raise AssertionError(f"not finished after {MOST_CALLS} actions: {self.lines[-5:]}")
 
     def _log(self) -> tuple[str, ...]:
-        unused = [command for command in self._commands if command.kind != "late rollouts"]
+        unused = [command for command in self._commands if command.kind not in STANDING]
         self.lines.extend(f"UNUSED {command.kind} {command.call}" for command in unused)
         self.lines.extend(f"BROKEN {rule}" for rule in self.backend.broken())
         return tuple(self.lines)
@@ -195,6 +198,10 @@ class Play:
             return action
         batches = [(local.step, index) for index in range(self.scenario.micro_batches)]
         self._withheld = [item for item in self._withheld if item[0] < local.step]
+        if local.step in self._ends:
+            self.lines.append(f"! the source ends before step {local.step}")
+            got = self._advance(SourceEnded(step=local.step))
+            return action if isinstance(got, Await) else got
         if local.step in self._late_steps:
             self._late_steps.discard(local.step)
             self._withheld.extend(batches)

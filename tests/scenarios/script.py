@@ -9,6 +9,7 @@ Commands. `CALL` is a call as the log writes it (`stage_fwd_bwd step=1 index=0`)
 once, at the first such call after the command before it has acted (data commands: at any time).
 
     late rollouts STEP             nothing of STEP is packed before the orchestrator waits for it
+    source ends before STEP        there are no rollouts for STEP or any later one
     packed STEP.INDEX at CALL      a late micro-batch becomes ready while CALL is under way
     drop-request at CALL           CALL never arrives
     drop-reply at CALL             CALL arrives, its answer does not
@@ -56,6 +57,12 @@ class Scenario:
     head: str  # Everything above and with the dashes.
     expected: tuple[str, ...]
 
+    @property
+    def steps_trained(self) -> int:
+        """Steps that a finished run has closed."""
+        ends = [item.step for item in self.commands if item.kind == "source ends"]
+        return min([self.plan.num_steps, *ends])
+
 
 _AT = ("drop-request", "drop-reply", "crash worker", "restart orchestrator", "engine raises")
 _UNTIL = ("delay", "duplicate")
@@ -76,6 +83,8 @@ def _command(line: str) -> Command | None:
             return Command(kind=kind, call=call, until=until)
     if line.startswith("late rollouts "):
         return Command(kind="late rollouts", step=int(line.split()[2]))
+    if line.startswith("source ends before "):
+        return Command(kind="source ends", step=int(line.split()[3]))
     if line.startswith("packed ") and " at " in line:
         batch, call = line[len("packed ") :].split(" at ")
         step, index = batch.split(".")
