@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import stat
+import sys
 from collections.abc import Sequence
 from concurrent import futures
 from pathlib import Path
@@ -169,6 +170,30 @@ def _clear_stale(flag: str, path: Path) -> None:
     raise AddressError(
         f"{flag}: another process already listens on {path}: stop it, or choose another path"
     )
+
+
+def forbid_fork() -> None:
+    """Make every later fork of this process raise: gRPC's threads do not survive one.
+
+    Starting programs (`subprocess`) and `multiprocessing` with spawn go on working.
+    """
+    global _fork_forbidden
+    if _fork_forbidden:
+        return
+    _fork_forbidden = True
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        del arguments
+        if event in ("os.fork", "os.forkpty"):
+            raise RuntimeError(
+                "this process must not fork once gRPC runs: use subprocess, or multiprocessing's"
+                " spawn context"
+            )
+
+    sys.addaudithook(refuse)
+
+
+_fork_forbidden = False
 
 
 def tune_allocator() -> bool:

@@ -27,6 +27,7 @@ from grpc_status import rpc_status
 from prestage.protocol import Reason
 
 DOMAIN: Final = "prestage"
+MAX_MESSAGE_CHARS: Final = 1200  # Trailers over 8 KiB are lost, and the message is in them twice.
 
 
 class WireError(Exception):
@@ -92,8 +93,13 @@ def abort_with(
     message: str,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """End the call with the reason's status, ErrorInfo and PreconditionFailure."""
+    """End the call with the reason's status, ErrorInfo and PreconditionFailure.
+
+    The message is cut to `MAX_MESSAGE_CHARS`, so that the status fits in its trailers.
+    """
     code = CODE_OF_REASON[reason]
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
     info = error_details_pb2.ErrorInfo(
         reason=reason.value, domain=DOMAIN, metadata=dict(metadata or {})
     )
