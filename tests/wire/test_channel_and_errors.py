@@ -26,7 +26,7 @@ from prestage.wire.channel import (
 )
 from prestage.wire.errors import (
     CODE_OF_REASON,
-    MAX_MESSAGE_CHARS,
+    MAX_MESSAGE_BYTES,
     REASON_OF_ERROR,
     Refusal,
     Unknown,
@@ -232,13 +232,16 @@ def test_a_refusal_travels_whole(tmp_path: Path, reason: Reason) -> None:
     )
 
 
-def test_a_long_message_does_not_lose_the_refusal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", [Reason.INVALID_BATCH, Reason.STEP_OPEN])
+def test_a_long_message_does_not_lose_the_refusal(tmp_path: Path, reason: Reason) -> None:
     def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
-        abort_with(context, Reason.INVALID_BATCH, "ä" * 100_000, {"phase": "CLOSED"})
+        abort_with(context, reason, "€" * 100_000, {"allowed": "x" * 500})
 
     outcome = classify(_answer(tmp_path, refuse))
     assert isinstance(outcome, Refusal)
-    assert len(outcome.message) == MAX_MESSAGE_CHARS
+    assert outcome.reason is reason
+    assert MAX_MESSAGE_BYTES - 6 <= len(outcome.message.encode()) <= MAX_MESSAGE_BYTES
+    assert outcome.message.endswith("€…")
 
 
 @pytest.mark.parametrize("how", ["raises", "plain abort", "unknown method", "too large"])

@@ -27,7 +27,9 @@ from grpc_status import rpc_status
 from prestage.protocol import Reason
 
 DOMAIN: Final = "prestage"
-MAX_MESSAGE_CHARS: Final = 1200  # Trailers over 8 KiB are lost, and the message is in them twice.
+# Trailers over 8 KiB may be lost. The message is in them up to three times, once with each byte
+# outside ASCII written as three, twice in base64.
+MAX_MESSAGE_BYTES: Final = 900
 
 
 class WireError(Exception):
@@ -95,11 +97,12 @@ def abort_with(
 ) -> NoReturn:
     """End the call with the reason's status, ErrorInfo and PreconditionFailure.
 
-    The message is cut to `MAX_MESSAGE_CHARS`, so that the status fits in its trailers.
+    The message is cut to `MAX_MESSAGE_BYTES`, so that the status fits in its trailers.
     """
     code = CODE_OF_REASON[reason]
-    if len(message) > MAX_MESSAGE_CHARS:
-        message = message[: MAX_MESSAGE_CHARS - 1] + "…"
+    encoded = message.encode()
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        message = encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"
     info = error_details_pb2.ErrorInfo(
         reason=reason.value, domain=DOMAIN, metadata=dict(metadata or {})
     )
