@@ -20,13 +20,15 @@ from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
 from orchestrator.ports import Answer
-from orchestrator.put_client import StreamPut
+from orchestrator.put_client import PlanePut, open_plane
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, Runner
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
 from prestage.wire.channel import open_channel
+from prestage.wire.layout import Layout
+from prestage.wire.planes import SendBuffer
 
 log = logging.getLogger("prestage.orchestrator")
 
@@ -89,7 +91,9 @@ class _Progress:
         self._bar.close()
 
 
-SourceFactory = Callable[[OrchestratorConfig, int], tuple[StepSource, RunShape]]
+Reserve = Callable[[Layout], SendBuffer]
+SourceFactory = Callable[[OrchestratorConfig, int, Reserve], tuple[StepSource, RunShape]]
+"""Makes a run's source: its config, the vocabulary's size, and where micro-batches are written."""
 
 
 def run(config: OrchestratorConfig, make_source: SourceFactory) -> RunResult:
@@ -118,10 +122,12 @@ def _run(
     plan = dataclasses.replace(
         plan, dispatch_before_metrics=config.plan.dispatch_before_metrics and plan.stage
     )
-    source, shape = make_source(config, config.vocab_size or able.vocab_size)
+    plane = open_plane(channel, probe.capabilities, shared_memory_bytes=config.shared_memory_bytes)
+    log.info("payloads travel by %s", plane.name)
+    source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
     check_shape(able, config.rows, shape.fields)
     client = TrainerClient(channel, run_id=config.run_id, shape=shape)
-    sender = StreamPut(channel, lambda: (client.epoch, client.incarnation))
+    sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
     feeder = Feeder(source, sender)
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
@@ -147,6 +153,7 @@ def _run(
         )
     finally:
         feeder.close()
+        plane.close()
         progress.close()
         tracer.close()
     if config.result_file is not None:

@@ -124,6 +124,12 @@ DATA_WAIT = define_finite_float("data_wait_s", 3600.0, "Wait for the next micro-
 TRACE_DIR = flags.DEFINE_string("trace_dir", "", "Folder for NDJSON traces; empty: none.")
 RESULT = flags.DEFINE_string("result_file", "", "Where to write the run's result as JSON.")
 PROGRESS = define_strict_bool("progress", True, "Show a progress bar on the terminal.")
+SHARED_MEMORY = flags.DEFINE_integer(
+    "shared_memory_bytes",
+    1 << 30,
+    "Shared memory for payloads when the worker is on this host; 0 = gRPC streams.",
+    lower_bound=0,
+)
 METRICS_PORT = flags.DEFINE_integer("metrics_port", 0, "Prometheus metrics; 0 = off.")
 
 
@@ -153,6 +159,7 @@ class OrchestratorConfig:
     result_file: Path | None
     progress: bool
     metrics_port: int
+    shared_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -248,5 +255,6 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         result_file=Path(RESULT.value) if RESULT.value else None,
         progress=bool(PROGRESS.value),
         metrics_port=METRICS_PORT.value,
+        shared_memory_bytes=SHARED_MEMORY.value,
         notes=notes,
     )

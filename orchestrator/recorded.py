@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from orchestrator.advantages import AdvantageConfig, Estimator, Std
 from orchestrator.feeder import SourceError, StepSource
 from orchestrator.flags import OrchestratorConfig
@@ -11,9 +13,13 @@ from orchestrator.sources.parquet import RecordedRollouts
 from orchestrator.sources.recorded_steps import RecordedSteps, RecordedStepsConfig
 from orchestrator.trainer_client import RunShape
 from orchestrator.trajectory import RolloutError, TrajectoryLimits
+from prestage.wire.layout import Layout
+from prestage.wire.planes import SendBuffer
 
 
-def recorded_source(config: OrchestratorConfig, vocab_size: int) -> tuple[StepSource, RunShape]:
+def recorded_source(
+    config: OrchestratorConfig, vocab_size: int, reserve: Callable[[Layout], SendBuffer]
+) -> tuple[StepSource, RunShape]:
     """Reads the file whole and checks it, so that bad input ends the run before it trains.
 
     Raises `SourceError` naming what is wrong, where, and the fix.
@@ -40,6 +46,7 @@ def recorded_source(config: OrchestratorConfig, vocab_size: int) -> tuple[StepSo
                 num_minibatches=config.num_minibatches,
                 num_iterations=config.num_iterations,
             ),
+            reserve=reserve,
         )
     except RolloutError as error:
         raise SourceError(str(error)) from error

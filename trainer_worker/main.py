@@ -41,6 +41,9 @@ _READY = flags.DEFINE_string("ready_file", "", "Written when serving; empty: non
 _INSECURE = define_strict_bool(
     "insecure", False, "Serve plain text on an address that other hosts can reach."
 )
+_SHARED = define_strict_bool(
+    "shared_memory", True, "Offer shared memory to an orchestrator on this host."
+)
 
 
 def _config() -> ServerConfig:
@@ -56,6 +59,7 @@ def _config() -> ServerConfig:
         weight_sync_memory_bytes=_SYNC.value,
         insecure=bool(_INSECURE.value),
         grace_s=_GRACE.value,
+        shared_memory=bool(_SHARED.value),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from prestage.trace import TraceWriter
 from prestage.wire.channel import bind, is_local, make_server, status_address
 from prestage.wire.limits import WireLimits
+from prestage.wire.shm_plane import SharedMemoryUnavailable, WorkerSlots
 from prestage.wire.store import MicroBatchStore
 from trainer_worker.clock import Clock, RealClock
 from trainer_worker.device_thread import DeviceThread
@@ -42,7 +43,16 @@ class ServerConfig:
     staging_memory_bytes: int = 1 << 30
     weight_sync_memory_bytes: int = 8 << 30
     insecure: bool = False
+    shared_memory: bool = True  # Offer the shared-memory plane to callers on this host.
     grace_s: float = 30.0
+
+
+def _slots() -> WorkerSlots | None:
+    try:
+        return WorkerSlots()
+    except SharedMemoryUnavailable as error:
+        log.warning("payloads come by stream only: %s", error)
+        return None
 
 
 class WorkerServer:
@@ -90,6 +100,7 @@ class WorkerServer:
             ),
             first_epoch=epochs.epoch,
         )
+        self._slots = _slots() if config.shared_memory else None
         self.service = TrainerService(
             worker=worker,
             store=store,
@@ -100,6 +111,7 @@ class WorkerServer:
                 staging_memory_bytes=config.staging_memory_bytes, limits=WireLimits()
             ),
             trace=self._trace,
+            slots=self._slots,
         )
         self._server = make_server(RPC_THREADS, name="rpc")
         add_to_server(self.service, self._server)
@@ -124,6 +136,8 @@ class WorkerServer:
         # Handlers still answer what the drained calls returned.
         self._server.stop(1.0).wait()
         self.status.stop(0.5).wait()
+        if self._slots is not None:
+            self._slots.close()
         if self._trace is not None:
             self._trace.close()
         if not drained:

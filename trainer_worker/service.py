@@ -46,6 +46,7 @@ from prestage.wire.errors import (
     abort_with,
 )
 from prestage.wire.limits import WireLimits
+from prestage.wire.shm_plane import WorkerSlots
 from prestage.wire.store import MicroBatchStore, MissingError
 from prestage.wire.stream_plane import Part, PutReceiver, parse_part
 from prestage.wire.validate import check_values
@@ -116,7 +117,9 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         clock: Clock,
         config: ServiceConfig,
         trace: TraceWriter | None = None,
+        slots: WorkerSlots | None = None,
     ) -> None:
+        """`slots`: the shared-memory plane; None offers streams only."""
         self._worker = worker
         self._store = store
         self._device = device
@@ -124,7 +127,10 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self._clock = clock
         self._config = config
         self._trace = trace
-        self._receiver = PutReceiver(store, config.limits, self._check_put, self._validate)
+        self._receiver = PutReceiver(
+            store, config.limits, self._check_put, self._validate, shared_memory=slots
+        )
+        self._slots = slots
         self._lifecycle = Lifecycle.SERVING
         self._backgrounds: set[threading.Thread] = set()
         self._open_lock = threading.Lock()
@@ -313,6 +319,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         del request, context
         parts = self._worker.parts
         able = parts.training.capabilities
+        offer = None if self._slots is None else self._slots.offer
         return pb.GetCapabilitiesResponse(
             engine=able.engine,
             can_stage=able.can_stage,
@@ -332,7 +339,9 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             process_count=able.process_count,
             row_multiple=able.row_multiple,
             staging_memory_bytes=self._config.staging_memory_bytes,
-            payload_planes=["stream"],
+            payload_planes=["stream"] if offer is None else ["shared-memory", "stream"],
+            shared_memory_folder="" if offer is None else offer.folder,
+            shared_memory_nonce="" if offer is None else offer.nonce,
             store_limit_bytes=self._store.stats().limit_bytes,
         )
 
@@ -669,7 +678,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         if self._lifecycle is Lifecycle.DRAINING:
             abort_with(context, Reason.DRAINING, "the worker is shutting down", self._metadata())
         try:
-            return self._receiver.take(parts)
+            return self._receiver.take(parts, context.is_active)
         except _PutRefused as error:
             self._refuse(context, error.refusal)
         except WireError as error:

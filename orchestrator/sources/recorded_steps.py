@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
@@ -19,6 +19,7 @@ from orchestrator.feeder import StepFeed
 from orchestrator.groups import GroupAssembler, GroupPolicy, Ledger
 from orchestrator.packing import (
     FieldSet,
+    MicroBatchPlan,
     PackingConfig,
     StepPlan,
     Written,
@@ -32,8 +33,10 @@ from orchestrator.packing.conservation import trained_tokens
 from orchestrator.ports import StepSummary
 from orchestrator.sources.parquet import RecordedRollouts
 from orchestrator.trajectory import ConservationError, Group, RolloutError, TrajectoryLimits
-from prestage.microbatch import MicroBatch, MicroBatchId
+from prestage.microbatch import Array, MicroBatch, MicroBatchId
 from prestage.wire.digest import batch_digest
+from prestage.wire.layout import Layout, plan_layout
+from prestage.wire.planes import SendBuffer
 
 # Batches kept for being asked for again; older ones are read again from the file.
 _KEPT_BATCHES: Final = 4
@@ -83,9 +86,17 @@ class _Batch:
 class RecordedSteps:
     """The steps of a run on a recorded file."""
 
-    def __init__(self, rollouts: RecordedRollouts, config: RecordedStepsConfig) -> None:
+    def __init__(
+        self,
+        rollouts: RecordedRollouts,
+        config: RecordedStepsConfig,
+        *,
+        reserve: Callable[[Layout], SendBuffer] | None = None,
+    ) -> None:
+        """`reserve` gives the memory that micro-batches are written into; None: fresh arrays."""
         self._rollouts = rollouts
         self._config = config
+        self._reserve = reserve
         self._rewind()
         first = next(rollouts.groups())
         self.fields: FieldSet = common_fields(first.trajectories)
@@ -171,12 +182,29 @@ class RecordedSteps:
         written: list[Written] = []
         for index, batch_plan in enumerate(plan.micro_batches):
             identity = MicroBatchId(run_id=self._config.run_id, step=step, index=index)
-            batch, counts = pack_micro_batch(identity, batch_plan, members, self.fields)
+            out = self._memory(batch_plan)
+            batch, counts = pack_micro_batch(identity, batch_plan, members, self.fields, out)
             written.append(counts)
             if index == len(plan.micro_batches) - 1:
                 # Before the last micro-batch leaves: the update goes with it.
                 _check_written(step, groups, written, summary)
             yield replace(batch, digest=batch_digest(batch))
+
+    def _memory(self, plan: MicroBatchPlan) -> Mapping[str, Array] | None:
+        """Where the micro-batch is written: straight into the send buffer."""
+        if self._reserve is None:
+            return None
+        shapes = {
+            name: self.fields.shape(name, plan.rows, plan.tokens_per_row)[2:]
+            for name in self.fields.names
+        }
+        layout = plan_layout(
+            rows=plan.rows,
+            tokens_per_row=plan.tokens_per_row,
+            row_lengths=plan.row_lengths,
+            fields=shapes,
+        )
+        return self._reserve(layout).arrays()
 
 
 def _check_written(

@@ -16,10 +16,11 @@ import grpc
 
 from orchestrator.bench.synthetic import SyntheticShape, make_batch
 from orchestrator.calls import Done, Lost, Send
-from orchestrator.put_client import StreamPut
+from orchestrator.put_client import PlanePut
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.protocol import SEQUENCED_CALLS, Call
 from prestage.wire.channel import open_channel
+from prestage.wire.stream_plane import StreamSender
 from tests.scenarios.play import Key, Reply
 from tests.scenarios.script import Scenario
 from tests.support.rig import FIELDS
@@ -43,7 +44,7 @@ class ProcessBackend:
 
     def __post_init__(self) -> None:
         self._shape = SyntheticShape(micro_batches=self.scenario.micro_batches)
-        self._saved = False
+        self._saved_step = -1  # Steps in the newest checkpoint that was taken.
         self._start()
         self._client = self._new_client()
 
@@ -97,7 +98,7 @@ class ProcessBackend:
 
     def put(self, step: int, index: int, key: Key) -> str:
         batch = make_batch(self._shape, RUN, step, index)
-        StreamPut(self._channel, lambda: (key.epoch, key.incarnation)).put(batch)
+        PlanePut(StreamSender(self._channel), lambda: (key.epoch, key.incarnation)).put(batch)
         return batch.digest
 
     def call(self, send: Send, key: Key, *, raises: bool = False) -> Reply:
@@ -110,13 +111,14 @@ class ProcessBackend:
         if send.call is not Call.OPEN_RUN:
             client._incarnation, client._epoch = held
         assert not isinstance(event, Lost), f"{send.line}: {event.why}"
-        self._saved = self._saved or (send.call is Call.SAVE_CHECKPOINT and isinstance(event, Done))
+        if send.call is Call.SAVE_CHECKPOINT and isinstance(event, Done):
+            self._saved_step = send.step + 1
         if isinstance(event, Done):  # A log does not depend on measured times.
             return replace(event, stage_seconds=-1.0, device_wait_seconds=-1.0)
         return event
 
     def crash(self) -> None:
-        if self._saved:
+        if self._saved_step >= 0:
             self._wait_until_durable()
         self.processes[-1].kill()
         self.processes[-1].wait(timeout=START_SECONDS)
@@ -131,7 +133,7 @@ class ProcessBackend:
         while time.monotonic() < deadline_s:
             event = self._client.call(Send(call=Call.GET_STATE), data_cursor="").event
             assert isinstance(event, Done) and event.view is not None
-            if event.view.durable_step >= event.view.state.step - 1:
+            if event.view.durable_step >= self._saved_step:
                 return
             time.sleep(0.005)
         raise AssertionError("the checkpoint did not become durable")

@@ -15,12 +15,13 @@ from orchestrator.clock import RealClock as OrchestratorClock
 from orchestrator.feeder import Feeder, PutPort, StepSource
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, TrainerPort
-from orchestrator.put_client import StreamPut
+from orchestrator.put_client import PlanePut
 from orchestrator.runner import Patience, Runner
 from orchestrator.steps import StepBook
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord
 from prestage.wire.channel import open_channel
+from prestage.wire.stream_plane import StreamSender
 from trainer_worker.clock import RealClock
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.timed import TimedConfig, create_timed
@@ -109,7 +110,7 @@ def run_against(
         run_id=run_id,
         shape=RunShape(rows=shape.rows, tokens_per_row=shape.tokens_per_row, fields=FIELDS),
     )
-    sender: PutPort = StreamPut(channel, lambda: (client.epoch, client.incarnation))
+    sender: PutPort = PlanePut(StreamSender(channel), lambda: (client.epoch, client.incarnation))
     if wrap_sender is not None:
         sender = wrap_sender(sender)  # type: ignore[operator]
     trainer: TrainerPort = client
