@@ -16,7 +16,6 @@ import grpc
 
 from orchestrator.bench.synthetic import SyntheticShape, make_batch
 from orchestrator.calls import Done, Lost, Send
-from orchestrator.put_client import PlanePut
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.protocol import SEQUENCED_CALLS, Call
 from prestage.wire.channel import open_channel
@@ -98,7 +97,9 @@ class ProcessBackend:
 
     def put(self, step: int, index: int, key: Key) -> str:
         batch = make_batch(self._shape, RUN, step, index)
-        PlanePut(StreamSender(self._channel), lambda: (key.epoch, key.incarnation)).put(batch)
+        StreamSender(self._channel).put(
+            batch, epoch=key.epoch, incarnation=key.incarnation, timeout_s=START_SECONDS
+        )
         return batch.digest
 
     def call(self, send: Send, key: Key, *, raises: bool = False) -> Reply:
