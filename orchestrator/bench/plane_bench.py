@@ -325,39 +325,60 @@ def _memcpy(size: int) -> Callable[[], float]:
     return copy
 
 
+def empty_calls(folder: Path, port: int, calls: int) -> dict[str, float]:
+    """Latency of a call that carries nothing, in seconds: {"unix p50": ..., ...}."""
+    found: dict[str, float] = {}
+    for name, address in (("unix", f"unix://{folder}/plane.sock"), ("tcp", f"127.0.0.1:{port}")):
+        channel = open_channel(address)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            f"/{_SERVICE}/Control"
+        )
+        taken: list[float] = []
+        for _ in range(calls):
+            started_s = time.perf_counter()
+            call(b'""')
+            taken.append(time.perf_counter() - started_s)
+        channel.close()
+        cuts = statistics.quantiles(taken, n=100)
+        found[f"{name} p50"], found[f"{name} p99"] = cuts[49], cuts[98]
+    return found
+
+
 # -- the whole bench ------------------------------------------------------------------------------
 
 
 def measure(way: str, payload_bytes: int, reps: int) -> WayResult:
     """One way between two fresh processes."""
+    answer = _between_processes("--send", way, "--bytes", str(payload_bytes), "--reps", str(reps))
+    result: dict[str, float | int | str] = json.loads(answer)
+    return WayResult(**result)  # type: ignore[arg-type]
+
+
+def _between_processes(*arguments: str) -> str:
+    """Run the sending process against a receiving one; returns the last line it prints."""
     module = [sys.executable, "-m", "orchestrator.bench.plane_bench"]
-    with tempfile.TemporaryDirectory(prefix="ps-", dir=_shm()) as name:
-        with subprocess.Popen(
-            [*module, "--serve", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as server:
-            assert server.stdout is not None
-            assert server.stdin is not None
-            try:
-                port = server.stdout.readline().strip()
-                if not port:
-                    raise RuntimeError("the receiving process did not start")
-                done = subprocess.run(
-                    [
-                        *(*module, "--send", way, "--folder", name, "--port", port),
-                        *("--bytes", str(payload_bytes), "--reps", str(reps)),
-                    ],
-                    check=True,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    timeout=600,
-                )
-            finally:
-                server.stdin.close()
-        result: dict[str, float | int | str] = json.loads(done.stdout.splitlines()[-1])
-        return WayResult(**result)  # type: ignore[arg-type]
+    with (
+        tempfile.TemporaryDirectory(prefix="ps-", dir=_shm()) as name,
+        subprocess.Popen(
+            [*module, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as server,
+    ):
+        assert server.stdout is not None
+        assert server.stdin is not None
+        try:
+            port = server.stdout.readline().strip()
+            if not port:
+                raise RuntimeError("the receiving process did not start")
+            done = subprocess.run(
+                [*module, *arguments, "--folder", name, "--port", port],
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=600,
+            )
+        finally:
+            server.stdin.close()
+        return done.stdout.splitlines()[-1]
 
 
 def _shm() -> str | None:
@@ -451,7 +472,9 @@ def _at_most(what: str, measured: float, bound: float) -> Verdict:
     return Verdict(what=what, measured=measured, bound=bound, at_least=False)
 
 
-def report(results: Sequence[WayResult], speeds: dict[str, float]) -> str:
+def report(
+    results: Sequence[WayResult], speeds: dict[str, float], latencies: dict[str, float]
+) -> str:
     """The tables."""
     lines = [
         f"{'way':14} {'MiB':>6} {'first s':>8} {'median s':>9} {'worst s':>8} {'GB/s':>8}"
@@ -466,6 +489,8 @@ def report(results: Sequence[WayResult], speeds: dict[str, float]) -> str:
         )
     lines.append("")
     lines += [f"{name:36} {speed:6.2f} GB/s" for name, speed in speeds.items()]
+    lines.append("")
+    lines += [f"empty call, {name:24} {value * 1e3:6.2f} ms" for name, value in latencies.items()]
     lines.append("")
     for verdict in verdicts(results):
         sign = ">=" if verdict.at_least else "<="
@@ -485,12 +510,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--serve", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--send", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--latency", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:
         serve(options.serve)
+        return 0
+    if options.latency:
+        print(json.dumps(empty_calls(options.folder, options.port, options.latency)))
         return 0
     if options.send:
         result = send(options.send, options.folder, options.port, options.bytes, options.reps)
@@ -505,7 +534,8 @@ def main(arguments: list[str] | None = None) -> int:
         for way in ways
     ]
     speeds = digest_speeds()
-    print(report(results, speeds))
+    latencies: dict[str, float] = json.loads(_between_processes("--latency", "2000"))
+    print(report(results, speeds, latencies))
     judged = verdicts(results)
     if options.json is not None:
         value = {
@@ -513,6 +543,7 @@ def main(arguments: list[str] | None = None) -> int:
             "load_average": os.getloadavg()[0],
             "results": [{**asdict(r), "of_memcpy": r.of_memcpy} for r in results],
             "digest_gigabytes_per_second": speeds,
+            "empty_call_seconds": latencies,
             "verdicts": [{**asdict(v), "met": v.met} for v in judged],
         }
         options.json.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")

@@ -386,10 +386,18 @@ class _Pool:
     def let_go_of(self, slot: _Slot) -> int:
         return int(self._words[slot.number])
 
-    def take(self, size: int) -> tuple[_Slot, Buffer] | None:
-        """A free slot and its bytes. The slot is taken until nothing refers to the bytes."""
+    def idle(self) -> bool:
+        """Whether every slot is free."""
+        self._collect()
+        return all(self.free(slot) for slot in self.slots)
+
+    def _collect(self) -> None:
         while self._returned:
             self._returned.popleft().taken = False
+
+    def take(self, size: int) -> tuple[_Slot, Buffer] | None:
+        """A free slot and its bytes. The slot is taken until nothing refers to the bytes."""
+        self._collect()
         slot = next((slot for slot in self.slots if self.free(slot)), None)
         if slot is None or size > self.slot_bytes:
             return None
@@ -436,7 +444,7 @@ class SharedMemorySender:
     """Puts micro-batches through slots on one host, and by the stream when no slot is free.
 
     A `PayloadPlane`. Safe from several threads. The pool is made at the first `reserve` or `put`,
-    with slots as large as that micro-batch.
+    with slots as large as that micro-batch, and anew for larger ones once no slot is in use.
     """
 
     name: Final = "shared-memory"
@@ -552,6 +560,9 @@ class SharedMemorySender:
         self._incarnation = incarnation
 
     def _take(self, size: int) -> tuple[_Slot, Buffer] | None:
+        if self._pool is not None and size > self._pool.slot_bytes and self._pool.idle():
+            self._pool.close()  # Larger micro-batches than before: slots of their size.
+            self._pool = None
         if self._pool is None and not self._no_pool:
             self._make_pool(size)
         return None if self._pool is None else self._pool.take(size)
