@@ -174,6 +174,9 @@ class EngineConfig:
     head_mode: HeadMode = "off"
     logprob_chunk: int = 256  # Tokens of each row whose logits exist at a time.
     matmul_precision: MatmulPrecision = "highest"  # Of f32 products; TPU and GPU round otherwise.
+    # Leave chunks without a trained token out of the head; None = not on GPUs, where a branch in a
+    # program makes its dispatch wait for the device, nor with a sharded head.
+    skips_prompts: bool | None = None
     seed: int = 0  # Of the initial weights.
 
     def __post_init__(self) -> None:
@@ -182,6 +185,10 @@ class EngineConfig:
             self.logprob_chunk >= 1,
             f"logprob_chunk is {self.logprob_chunk}: it is a number of tokens, not a switch;"
             " use 1 or more",
+        )
+        _require(
+            not self.skips_prompts or self.head_mode == "off",
+            f"skips_prompts with head_mode {self.head_mode}: only the unsharded head can skip",
         )
         _one_of("head_mode", self.head_mode, get_args(HeadMode))
         _one_of("matmul_precision", self.matmul_precision, get_args(MatmulPrecision))

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Final
 
 import jax
@@ -62,12 +63,15 @@ class JaxEngine:
     """See the module. Made with its initial parameters on the host."""
 
     def __init__(self, config: EngineConfig, params: HostParams) -> None:
-        self._config = config
         self._device = jax.devices()[0]
+        if config.skips_prompts is None:
+            skips = self._device.platform != "gpu" and config.head_mode == "off"
+            config = replace(config, skips_prompts=skips)
+        self._config = config
         on_device: Params = jax.tree.map(
             lambda p: jax.device_put(np.array(p, np.float32), self._device), params
         )
-        # Compiled once so that no buffer is shared: each of them is donated later.
+        # One program, so that no two leaves share a buffer: each of them is donated later.
         self._state: State = jax.jit(lambda p: first_state(config, p))(on_device)
         self._sums: Sums | None = None
         self._programs: Programs | None = None

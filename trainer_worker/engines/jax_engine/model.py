@@ -97,6 +97,20 @@ def _rope(x: Array, positions: Array, theta: float) -> Array:
     return rotated.astype(x.dtype)
 
 
+def split_blocks(x: Array, block: int) -> Array:
+    """`[R, T, ...]` -> `[blocks, R, block, ...]`, padded with zeros at the end."""
+    rows, tokens = x.shape[:2]
+    blocks = -(-tokens // block)
+    x = jnp.pad(x, [(0, 0), (0, blocks * block - tokens)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(rows, blocks, block, *x.shape[2:]), 1, 0)
+
+
+def join_blocks(x: Array, tokens: int) -> Array:
+    """The inverse of `split_blocks`: `[R, tokens, ...]`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :tokens]
+
+
 def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
     """Causal attention within segments. q `[R, T, H, d]`, k and v `[R, T, K, d]` -> `[R, T, H, d]`.
 
@@ -106,14 +120,6 @@ def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Arr
     rows, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     block = min(block, tokens)
-    blocks = -(-tokens // block)
-    pad = blocks * block - tokens
-
-    def split(x: Array) -> Array:
-        """`[R, T, ...]` -> `[blocks, R, block, ...]`."""
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, blocks, block, *x.shape[2:]), 1, 0)
-
     keys = jnp.arange(tokens)
     scale = dim**-0.5
 
@@ -126,14 +132,14 @@ def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Arr
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgqt,rtkd->rqkgd", weights, v)
 
-    grouped = split(q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim))
-    indices = jnp.arange(blocks * block).reshape(blocks, block)
+    grouped = split_blocks(q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim), block)
+    indices = jnp.arange(grouped.shape[0] * block).reshape(-1, block)
 
     def body(carry: None, part: tuple[Array, Array, Array]) -> tuple[None, Array]:
         return carry, one(k, v, *part)
 
-    _, out = lax.scan(body, None, (grouped, split(segment_ids), indices))
-    return jnp.moveaxis(out, 0, 1).reshape(rows, blocks * block, heads, dim)[:, :tokens]
+    _, out = lax.scan(body, None, (grouped, split_blocks(segment_ids, block), indices))
+    return join_blocks(out, tokens).reshape(rows, tokens, heads, dim)
 
 
 def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> Array:

@@ -22,6 +22,7 @@ TINY: Final = ModelConfig(
     num_kv_heads=2,
     head_dim=8,
     ffn_size=64,
+    query_block=64,
 )
 
 

@@ -32,6 +32,8 @@ from trainer_worker.engines.jax_engine.model import (
     final_norm,
     head_table,
     hidden_states,
+    join_blocks,
+    split_blocks,
 )
 from trainer_worker.logprob_head import HeadConfig, TokenLogprobs, token_logprobs
 
@@ -91,7 +93,8 @@ def _zero_sums(params: Params) -> Sums:
     return Sums(gradients=gradients, totals=jnp.zeros((len(SUM_NAMES),), jnp.float32))
 
 
-def _predicted(config: EngineConfig, params: Params, batch: Batch) -> TokenLogprobs:
+def _predicted(config: EngineConfig, params: Params, batch: Batch, needed: Array) -> TokenLogprobs:
+    """Log-prob and entropy of each predicted token `[R, T]`; anything where not `needed`."""
     hidden = hidden_states(
         config.model, params, batch["tokens"], batch["positions"], batch["segment_ids"]
     )
@@ -101,13 +104,55 @@ def _predicted(config: EngineConfig, params: Params, batch: Batch) -> TokenLogpr
         norm_eps=config.model.norm_eps,
         mode=config.head_mode,
     )
-    return token_logprobs(
-        hidden, head_table(params), shifted(batch["tokens"]), head, norm_scale=final_norm(params)
-    )
+    table, scale, targets = head_table(params), final_norm(params), shifted(batch["tokens"])
+    if config.skips_prompts:
+        return _score_needed(head, hidden, table, scale, targets, needed)
+    return token_logprobs(hidden, table, targets, head, norm_scale=scale)
+
+
+def _score_needed(
+    head: HeadConfig, hidden: Array, table: Array, scale: Array, targets: Array, needed: Array
+) -> TokenLogprobs:
+    """The head over chunks with a needed token only; 0 elsewhere.
+
+    Needed tokens are moved to the front of their row first, so that few chunks have one: in RL
+    most tokens are prompt or padding, and the vocabulary product is most of a small model's work.
+    """
+    order = jnp.argsort(~needed, axis=1, stable=True)
+    chunk = min(head.chunk_tokens, hidden.shape[1])
+
+    def parts(x: Array) -> Array:
+        return split_blocks(jnp.take_along_axis(x, order, axis=1), chunk)
+
+    @jax.checkpoint
+    def step(
+        table: Array, scale: Array, hidden: Array, targets: Array, needed: Array
+    ) -> TokenLogprobs:
+        def skipped() -> TokenLogprobs:
+            zeros = jnp.zeros(targets.shape, jnp.float32)
+            return TokenLogprobs(logprobs=zeros, entropy=zeros)
+
+        def scored() -> TokenLogprobs:
+            return token_logprobs(hidden, table, targets, head, norm_scale=scale)
+
+        found: TokenLogprobs = jax.lax.cond(jnp.any(needed), scored, skipped)
+        return found
+
+    def body(carry: None, part: tuple[Array, Array, Array]) -> tuple[None, TokenLogprobs]:
+        return carry, step(table, scale, *part)
+
+    chosen = split_blocks(jnp.take_along_axis(hidden, order[..., None], axis=1), chunk)
+    _, found = jax.lax.scan(body, None, (chosen, parts(targets), parts(needed)))
+    back = jnp.argsort(order, axis=1)
+
+    def put_back(x: Array) -> Array:
+        return jnp.take_along_axis(join_blocks(x, hidden.shape[1]), back, axis=1)
+
+    return TokenLogprobs(logprobs=put_back(found.logprobs), entropy=put_back(found.entropy))
 
 
 def _loss(config: EngineConfig, params: Params, batch: Batch) -> tuple[Array, Array]:
-    scored = _predicted(config, params, batch)
+    scored = _predicted(config, params, batch, target_weights(batch) > 0)
     return loss_sums(config.loss, scored.logprobs, scored.entropy, batch)
 
 
@@ -155,13 +200,14 @@ def _update(config: EngineConfig, state: State, sums: Sums) -> tuple[State, Sums
 
 
 def _score(config: EngineConfig, params: Params, batch: Batch) -> Array:
-    predicted = _predicted(config, params, batch).logprobs
-    return jnp.roll(jnp.where(predicts(batch["segment_ids"]), predicted, 0.0), 1, axis=1)
+    needed = predicts(batch["segment_ids"])
+    predicted = _predicted(config, params, batch, needed).logprobs
+    return jnp.roll(jnp.where(needed, predicted, 0.0), 1, axis=1)
 
 
 def _evaluate(config: EngineConfig, params: Params, batch: Batch) -> Array:
-    scored = _predicted(config, params, batch)
     weights = target_weights(batch)
+    scored = _predicted(config, params, batch, weights > 0)
     return jnp.stack(
         [
             jnp.sum(jnp.where(weights > 0, scored.logprobs, 0.0)),
