@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 COMMANDS: Final = {
+    "latency": ("orchestrator.bench.latency", "health and state while the jax engine works"),
+    "packing": ("orchestrator.bench.packing_bench", "packing against bounds and memcpy"),
+    "planes": ("orchestrator.bench.plane_bench", "payload planes against memcpy and unary"),
+    "read": ("orchestrator.bench.read", "step ruler lines of logs to means and deltas"),
     "run": ("orchestrator.bench.run", "the main job: recorded rollouts, flags off and on"),
 }
 
