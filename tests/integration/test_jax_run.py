@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from orchestrator.plan import RunPlan
 from prestage.protocol import Call
 from tests.support.rig import address_of, run_against, served
 from trainer_worker.engine import EngineParts
+from trainer_worker.engines.jax_engine import engine as jax_engine
 from trainer_worker.engines.jax_engine.config import EngineConfig, ModelConfig, OptimizerConfig
 from trainer_worker.engines.jax_engine.engine import JaxEngine
 from trainer_worker.engines.jax_engine.model import init_params
@@ -36,6 +39,23 @@ ARMS = {
     "staged_after": {"pipeline": True, "stage": True, "stage_before_update": False},
     "zero_gap": {"pipeline": True, "stage": True, "dispatch_before_metrics": True},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once() -> Iterator[None]:
+    """Every arm runs the same executables, as every run of one build would: compile them once."""
+    made: dict[object, object] = {}
+    original = jax_engine.compile_programs
+
+    def compile_programs(config, state, spec):  # type: ignore[no-untyped-def]
+        key = (config, spec)
+        if key not in made:
+            made[key] = original(config, state, spec)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_engine, "compile_programs", compile_programs)
+        yield
 
 
 def engine() -> EngineParts:

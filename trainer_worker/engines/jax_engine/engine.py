@@ -111,6 +111,11 @@ class JaxEngine:
         """Parameters and optimizer state on the device (checkpoints, exports, tests)."""
         return self._state
 
+    @property
+    def sums(self) -> Sums | None:
+        """What the open step added up so far, on the device (audits, tests)."""
+        return self._sums
+
     # -- bring-up -------------------------------------------------------------------------------
 
     def compile(self, spec: CompileSpec) -> CompileReport:
