@@ -27,7 +27,7 @@ def recorded_source(
     try:
         limits = TrajectoryLimits(
             tokens_per_row=config.tokens_per_row,
-            vocab_size=vocab_size,
+            vocab_size=vocab_size or 2**31 - 1,  # An engine without a vocabulary takes any.
             required_fields=("sampling_logprobs",),
         )
         source = RecordedSteps(
