@@ -671,6 +671,15 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 " insists on it"
             )
 
+    def PutMicroBatch(
+        self,
+        request_iterator: Iterator[tensor_pb2.PutMicroBatchRequest],
+        context: grpc.ServicerContext,
+    ) -> tensor_pb2.PutMicroBatchResponse:
+        """For a server that was not set up by `add_to_server`: the same, with one more copy."""
+        messages = (request.SerializeToString() for request in request_iterator)
+        return self.put(iter(_RawParts(messages)), context)
+
     def put(
         self, parts: Iterator[Part], context: grpc.ServicerContext
     ) -> tensor_pb2.PutMicroBatchResponse:
