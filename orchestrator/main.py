@@ -28,6 +28,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.flags import config_from_flags
     from orchestrator.recorded import recorded_source
     from orchestrator.runner import RunFailed
+    from prestage.wire.channel import forbid_fork, tune_allocator
 
     if len(argv) > 1:
         known = ", ".join(COMMANDS)
@@ -36,6 +37,8 @@ def _train(argv: Sequence[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    tune_allocator()
+    forbid_fork()
     try:
         config = config_from_flags(os.environ)
         result = application.run(config, recorded_source)

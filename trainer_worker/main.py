@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import app, flags
 
 from prestage.strict_flags import define_strict_bool
-from prestage.wire.channel import AddressError, tune_allocator
+from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.registry import ENGINES, create_engine
 from trainer_worker.epoch_file import StateFolderError
@@ -75,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, lambda *_: stop.set())
     tune_allocator()
+    forbid_fork()
     try:
         config = _config()
         server = WorkerServer(config, create_engine(_ENGINE.value))
