@@ -24,7 +24,6 @@ from prestage.wire.validate import check_values
 from trainer_worker.engine import (
     CompileReport,
     CompileSpec,
-    DeviceFailure,
     EngineCapabilities,
     EngineError,
     InvalidBatch,
@@ -52,6 +51,7 @@ from trainer_worker.engines.jax_engine.values import (
     DispatchedUpdate,
     Prepared,
     StepNumbers,
+    failing_as,
     read,
 )
 
@@ -200,11 +200,13 @@ class JaxEngine:
     # -- the step -------------------------------------------------------------------------------
 
     def prepare_fwd_bwd_input(self, batch: MicroBatch) -> Prepared:
+        with failing_as(batch.id):
+            arrays = self._to_device(batch.arrays, batch.arrays)
         return Prepared(
             batch_id=batch.id,
             digest=batch.digest,
             device_bytes=batch.payload_bytes,
-            arrays=self._to_device(batch.arrays, batch.arrays),
+            arrays=arrays,
             denominator=host_denominator(self._config.loss, batch.arrays),
         )
 
@@ -221,8 +223,9 @@ class JaxEngine:
         programs, _ = self._ready()
         while len(self._inflight) >= self._config.max_inflight:
             self._inflight.popleft().wait()
-        sums = programs.zero() if self._sums is None else self._sums
-        self._sums, marker = programs.fwd_bwd(self._state.params, sums, dict(prepared.arrays))
+        with failing_as(prepared.batch_id):
+            sums = programs.zero() if self._sums is None else self._sums
+            self._sums, marker = programs.fwd_bwd(self._state.params, sums, dict(prepared.arrays))
         dispatched = DispatchedBatch(batch_id=prepared.batch_id, marker=marker)
         self._inflight.append(dispatched)
         self._denominator += prepared.denominator
@@ -233,10 +236,8 @@ class JaxEngine:
         started_s = time.monotonic()
         while self._inflight:
             self._inflight.popleft().wait()
-        try:
+        with failing_as(None):
             jax.block_until_ready((self._state, self._sums))
-        except Exception as error:
-            raise DeviceFailure(None, f"{type(error).__name__}: {error}") from error
         return time.monotonic() - started_s
 
     def update(self) -> UpdateResult:
@@ -254,7 +255,8 @@ class JaxEngine:
             if not np.isfinite(totals[LOSS]):
                 raise EngineError(f"the step's loss is {totals[LOSS]}: abort the step")
             denominator = float(totals[DENOMINATOR])
-        self._state, self._sums, update, step_totals = programs.update(self._state, sums)
+        with failing_as(None):
+            self._state, self._sums, update, step_totals = programs.update(self._state, sums)
         applied = denominator > 0
         self._train_step += int(applied)
         metrics = StepNumbers(
@@ -278,14 +280,17 @@ class JaxEngine:
 
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
         programs, _ = self._ready()
-        scored = programs.score(self._state.params, self._to_device(batch.arrays, SCORE_FIELDS))
+        with failing_as(batch.id):
+            arrays = self._to_device(batch.arrays, SCORE_FIELDS)
+            scored = programs.score(self._state.params, arrays)
         return ScoreResult(logprobs=read(scored, batch.id), metrics={})
 
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
         """Means over trained tokens, nats: `logprob`, `entropy`; and their number, `tokens`."""
         programs, _ = self._ready()
-        arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
-        sums = read(programs.evaluate(self._state.params, arrays), batch.id)
+        with failing_as(batch.id):
+            arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
+            sums = read(programs.evaluate(self._state.params, arrays), batch.id)
         values = dict(zip(EVALUATE_SUMS, map(float, sums), strict=True))
         tokens = max(values["tokens"], 1.0)
         return values | {name: values[name] / tokens for name in ("logprob", "entropy")}

@@ -163,6 +163,10 @@ def _fwd_bwd(config: EngineConfig, params: Params, sums: Sums, batch: Batch) -> 
     return Sums(gradients=gradients, totals=sums.totals + totals), marker
 
 
+def _global_norm(tree: Params) -> Array:
+    return jnp.sqrt(jnp.stack([jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)]).sum())
+
+
 def learning_rate(config: OptimizerConfig, updates: Array) -> Array:
     """Of the next update, after `updates` of them. Linear warm-up that starts above 0."""
     rate = jnp.asarray(config.learning_rate, jnp.float32)
@@ -179,7 +183,7 @@ def _update(config: EngineConfig, state: State, sums: Sums) -> tuple[State, Sums
     denominator = sums.totals[DENOMINATOR]
     divisor = jnp.where(denominator > 0, denominator, 1.0)
     gradients = jax.tree.map(lambda g: g / divisor, sums.gradients)
-    norm = optax.global_norm(gradients)
+    norm = _global_norm(gradients)
     applied = (denominator > 0) & jnp.isfinite(norm)
     if config.optimizer.max_grad_norm:
         factor = jnp.minimum(1.0, config.optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
@@ -194,7 +198,7 @@ def _update(config: EngineConfig, state: State, sums: Sums) -> tuple[State, Sums
         updates=state.updates + 1,
     )
     chosen: State = jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, state)
-    step_norm = jnp.where(applied, optax.global_norm(steps), 0.0)
+    step_norm = jnp.where(applied, _global_norm(steps), 0.0)
     metrics = jnp.stack([norm, step_norm, rate, applied.astype(jnp.float32)])
     return chosen, _zero_sums(state.params), metrics, sums.totals
 

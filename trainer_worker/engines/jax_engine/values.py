@@ -6,8 +6,9 @@ failure on the device into a `DeviceFailure` that names the micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -16,19 +17,28 @@ import numpy.typing as npt
 from jax import Array
 
 from prestage.microbatch import MicroBatchId
-from trainer_worker.engine import DeviceFailure, DeviceSpan
+from trainer_worker.engine import DeviceFailure, DeviceSpan, EngineError
 from trainer_worker.engines.jax_engine.loss import SUM_NAMES
 from trainer_worker.engines.jax_engine.programs import GRAD_NORM, UPDATE_METRICS
 
 FloatArray = npt.NDArray[np.float32]
 
 
+@contextlib.contextmanager
+def failing_as(batch_id: MicroBatchId | None) -> Iterator[None]:
+    """Turns what the backend raises within into a `DeviceFailure` of this micro-batch."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:  # Backends raise types of their own; here they mean the same.
+        raise DeviceFailure(batch_id, f"{type(error).__name__}: {error}") from error
+
+
 def read(values: Array, batch_id: MicroBatchId | None) -> FloatArray:
     """The values on the host; waits. Raises `DeviceFailure`."""
-    try:
+    with failing_as(batch_id):
         return np.asarray(values)
-    except Exception as error:  # The backend's own types differ; here they all mean the same.
-        raise DeviceFailure(batch_id, f"{type(error).__name__}: {error}") from error
 
 
 def _known(values: Array) -> bool:
@@ -47,10 +57,8 @@ class Prepared:
     denominator: float  # As the host knows it: tokens or sequences.
 
     def wait_ready(self) -> DeviceSpan:
-        try:
+        with failing_as(self.batch_id):
             jax.block_until_ready(list(self.arrays.values()))
-        except Exception as error:
-            raise DeviceFailure(self.batch_id, f"{type(error).__name__}: {error}") from error
         return DeviceSpan()
 
 
