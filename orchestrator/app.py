@@ -19,10 +19,11 @@ from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
-from orchestrator.ports import Answer
+from orchestrator.plan import RunPlan
+from orchestrator.ports import Answer, Clock
 from orchestrator.put_client import PlanePut, open_plane
 from orchestrator.report import lines_of, table
-from orchestrator.runner import Patience, Runner
+from orchestrator.runner import Patience, RunFailed, Runner
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
@@ -145,6 +146,8 @@ def _run(
         )
         book = runner.run()
         _read_again(client, book)
+        if plan.checkpoint_every:
+            await_durable(client.durability, last_checkpoint(runner.state.step, plan))
         result = RunResult(
             records=book.records(),
             parameter_digest=client.parameter_digest(),
@@ -159,6 +162,38 @@ def _run(
     if config.result_file is not None:
         write_result(config.result_file, result)
     return result
+
+
+def last_checkpoint(steps_closed: int, plan: RunPlan) -> int:
+    """Step of the last checkpoint that a run of so many steps asked for; 0 = none."""
+    return steps_closed // plan.checkpoint_every * plan.checkpoint_every
+
+
+def await_durable(
+    durability: Callable[[], tuple[int, str]],
+    step: int,
+    *,
+    patience_s: float = 1800.0,
+    clock: Clock | None = None,
+) -> None:
+    """Wait until the checkpoint of `step` is durable: a run that ended well can be resumed.
+
+    Raises `RunFailed` when it could not be written, or not in time.
+    """
+    clock = clock or RealClock()
+    started_s = clock.now()
+    while step:
+        durable, failure = durability()
+        if failure:
+            raise RunFailed(f"the run trained to its end, but {failure}")
+        if durable >= step:
+            return
+        if clock.now() - started_s > patience_s:
+            raise RunFailed(
+                f"the run trained to its end, but its last checkpoint (step {step}) was not durable"
+                f" within {patience_s:g} s; durable is {durable}"
+            )
+        clock.sleep(0.05)
 
 
 class _CompileCount:

@@ -134,13 +134,17 @@ def _note(state: BoundaryState, kind: NoteKind, step: int, text: str) -> Boundar
 
 
 def _take(state: BoundaryState, event: Event) -> BoundaryState:
+    if state.mode in (Mode.FAILED, Mode.FINISHED):
+        return replace(state, outstanding=None)  # What still comes in changes nothing.
     match event:
         case Start():
             return state
         case Ready():
             return _on_ready(state, event)
         case SourceEnded(step=step):
-            return replace(state, plan=replace(state.plan, num_steps=max(1, step)))
+            if step < 1:
+                return _failed(state, "the source has no data, not even for step 0")
+            return replace(state, plan=replace(state.plan, num_steps=step))
         case GaveUp(why=why):
             return _failed(replace(state, outstanding=None), why)
         case LocalDone():

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc
 
@@ -24,6 +24,10 @@ from prestage.protocol import Reason
 from prestage.wire.errors import Refusal, classify
 
 log = logging.getLogger("prestage.feeder")
+
+
+_PASSING: Final = (Reason.DRAINING, Reason.STARTING)
+"""Refusals that another worker process, or the same one later, will not give."""
 
 
 class SourceError(Exception):
@@ -188,7 +192,7 @@ class Feeder:
                 return True
             except grpc.RpcError as error:
                 outcome = classify(error)
-                if isinstance(outcome, Refusal):
+                if isinstance(outcome, Refusal) and outcome.reason not in _PASSING:
                     return self._refused(generation, batch, outcome)
                 self.counters.put_retries += 1
                 if attempt == 0:

@@ -117,6 +117,13 @@ class TrainerClient:
         )
         return response.state.backend_compiles
 
+    def durability(self) -> tuple[int, str]:
+        """(step of the newest durable checkpoint or -1, why a background save failed or "")."""
+        response = self._stub.GetState(
+            pb.GetStateRequest(), timeout=self._deadlines.state_s, metadata=self._metadata
+        )
+        return response.state.durable_step, response.state.background_failure
+
     # -- TrainerPort ------------------------------------------------------------------------------
 
     def call(self, send: Send, *, data_cursor: str) -> Answer:
@@ -126,6 +133,9 @@ class TrainerClient:
             outcome = classify(error)
             if not isinstance(outcome, Refusal):
                 return Answer(event=Lost(why=str(outcome)))
+            if outcome.reason in (Reason.DRAINING, Reason.STARTING):
+                # Not carried out here; this process's successor, or its own start, decides.
+                return Answer(event=Lost(why=outcome.message))
             if outcome.reason is Reason.ENGINE_FAILED:
                 return Answer(event=Raised(message=outcome.message))
             return Answer(event=Refused(reason=outcome.reason, message=outcome.message))
