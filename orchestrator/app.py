@@ -19,6 +19,7 @@ from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
+from orchestrator.metrics import OrchestratorMetrics, serve
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock
 from orchestrator.put_client import PlanePut, open_plane
@@ -132,6 +133,14 @@ def _run(
     feeder = Feeder(source, sender)
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
+    metrics = OrchestratorMetrics()
+    metrics.watch_feeder(feeder.counters)
+    stop_metrics = serve(metrics, config.metrics_port) if config.metrics_port else None
+
+    def on_bookkeeping(book: StepBook, step: int) -> None:
+        progress(book, step)
+        metrics.on_step(book, step)
+
     compiles = _CompileCount(client)
     try:
         runner = Runner(
@@ -140,9 +149,9 @@ def _run(
             trainer=client,
             feeder=feeder,
             clock=RealClock(),
-            observers=(tracer, compiles),
+            observers=(tracer, compiles, metrics),
             patience=Patience(data_s=config.data_wait_s),
-            on_bookkeeping=progress,
+            on_bookkeeping=on_bookkeeping,
         )
         book = runner.run()
         _read_again(client, book)
@@ -157,6 +166,8 @@ def _run(
     finally:
         feeder.close()
         plane.close()
+        if stop_metrics is not None:
+            stop_metrics()
         progress.close()
         tracer.close()
     if config.result_file is not None:

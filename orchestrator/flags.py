@@ -130,7 +130,9 @@ SHARED_MEMORY = flags.DEFINE_integer(
     "Shared memory for payloads when the worker is on this host; 0 = gRPC streams.",
     lower_bound=0,
 )
-METRICS_PORT = flags.DEFINE_integer("metrics_port", 0, "Prometheus metrics; 0 = off.")
+METRICS_PORT = flags.DEFINE_integer(
+    "metrics_port", 0, "Prometheus metrics on this loopback port; 0 = off."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

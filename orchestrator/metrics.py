@@ -1,0 +1,163 @@
+"""Prometheus metrics of the orchestrator. An observer: it hears of everything and changes nothing.
+
+One process owns the registry. `docs/metrics.md` is generated from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from orchestrator.boundary import BoundaryState
+from orchestrator.calls import Lost, Note, NoteKind, Refused
+from orchestrator.feeder import FeederCounters
+from orchestrator.ports import Answer
+from orchestrator.steps import StepBook, StepRecord
+from prestage.protocol import Phase
+from prestage.trace import TraceRecord
+
+_SECONDS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class OrchestratorMetrics:
+    """All of the orchestrator's metrics, and the observer that feeds them."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        r = self.registry
+        self._calls = Counter(
+            "prestage_calls",
+            "Trainer calls made, by call and outcome.",
+            ("call", "outcome"),
+            registry=r,
+        )
+        self._call_seconds = Histogram(
+            "prestage_call_seconds",
+            "Seconds that a trainer call took, as the orchestrator waited.",
+            ("call",),
+            buckets=_SECONDS,
+            registry=r,
+        )
+        self._notes = Counter(
+            "prestage_fallbacks",
+            "Fallbacks and other things that a person must hear of, by kind.",
+            ("kind",),
+            registry=r,
+        )
+        for kind in NoteKind:
+            self._notes.labels(kind.value)  # So that a rate over a first event is seen.
+        self._step = Gauge("prestage_step", "Optimizer steps closed.", registry=r)
+        self._train_step = Gauge(
+            "prestage_train_step", "Updates applied: the policy version.", registry=r
+        )
+        self._phase = Gauge(
+            "prestage_phase",
+            "1 for the trainer's phase as the orchestrator knows it.",
+            ("phase",),
+            registry=r,
+        )
+        self._latched = Gauge(
+            "prestage_staging_latched", "1 when staging turned itself off for the run.", registry=r
+        )
+        self._step_seconds = Histogram(
+            "prestage_step_seconds", "Seconds of an optimizer step.", buckets=_SECONDS, registry=r
+        )
+        self._idle = Gauge(
+            "prestage_boundary_idle_seconds",
+            "Device seconds without work at the last boundary that is known.",
+            registry=r,
+        )
+        self._stage = Gauge("prestage_stage_seconds", "Seconds of the last stage call.", registry=r)
+        self._wait = Gauge(
+            "prestage_device_wait_seconds",
+            "Seconds that the last micro-batch still computed after the last stage call.",
+            registry=r,
+        )
+        self._trained = Counter("prestage_trained_tokens", "Tokens trained.", registry=r)
+        self._dropped = Counter(
+            "prestage_dropped_trajectories",
+            "Trajectories dropped, by reason.",
+            ("reason",),
+            registry=r,
+        )
+        self._put_bytes = Gauge(
+            "prestage_put_bytes", "Payload bytes brought to the worker.", registry=r
+        )
+        self._put_retries = Gauge(
+            "prestage_put_retries", "Puts sent again after a transport failure.", registry=r
+        )
+        self._dropped_seen: dict[str, int] = {}
+
+    def watch_feeder(self, counters: FeederCounters) -> None:
+        self._put_bytes.set_function(_reader(lambda: counters.put_bytes))
+        self._put_retries.set_function(_reader(lambda: counters.put_retries))
+
+    # -- Observer ---------------------------------------------------------------------------------
+
+    def on_call(self, record: TraceRecord, answer: Answer) -> None:
+        outcome = record.outcome
+        if isinstance(answer.event, Lost):
+            outcome = "lost"
+        elif isinstance(answer.event, Refused):
+            outcome = answer.event.reason.value
+        self._calls.labels(record.call, outcome).inc()
+        self._call_seconds.labels(record.call).observe(record.seconds)
+
+    def on_note(self, note: Note) -> None:
+        self._notes.labels(note.kind.value).inc()
+
+    def on_state(self, state: BoundaryState) -> None:
+        self._step.set(state.mirror.step)
+        self._train_step.set(state.mirror.train_step)
+        self._latched.set(1 if state.latched else 0)
+        for phase in Phase:
+            self._phase.labels(phase.value).set(1 if phase is state.mirror.phase else 0)
+
+    def on_step(self, book: StepBook, step: int) -> None:
+        """A step's bookkeeping."""
+        record = book.get(step)
+        if record.seconds >= 0:
+            self._step_seconds.observe(record.seconds)
+        for gauge, value in (
+            (self._idle, _newest_idle(book, step)),
+            (self._stage, record.stage_seconds),
+            (self._wait, record.device_wait_seconds),
+        ):
+            if value >= 0:
+                gauge.set(value)
+        summary = record.summary
+        if summary is None:
+            return
+        self._trained.inc(summary.trained_tokens)
+        for reason, count in summary.dropped.items():
+            # The source counts over the run so far.
+            before = self._dropped_seen.get(reason, 0)
+            if count > before:
+                self._dropped.labels(reason).inc(count - before)
+                self._dropped_seen[reason] = count
+
+
+def _newest_idle(book: StepBook, step: int) -> float:
+    """Boundary idle is known once the next step has started: usually the step before's."""
+    candidates: list[StepRecord] = [book.get(step), book.get(step - 1)]
+    return next(
+        (item.boundary_idle_seconds for item in candidates if item.boundary_idle_seconds >= 0), -1.0
+    )
+
+
+def _reader(read: Callable[[], int]) -> Callable[[], float]:
+    return lambda: float(read())
+
+
+def serve(metrics: OrchestratorMetrics, port: int) -> Callable[[], None]:
+    """Serve `/metrics` on the loopback address; returns what stops it. Raises `OSError`."""
+    server, thread = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5)
+
+    return stop
