@@ -49,7 +49,8 @@ class TimedConfig:
     copy_seconds: float = 0.02  # Fixed part of an input copy.
     copy_bytes_per_second: float = 0.0  # 0 = the fixed part only.
     compile_seconds: float = 0.0
-    idle_wait_seconds: float = 0.0  # What wait_for_device reads on an idle device.
+    idle_wait_seconds: float = 0.0  # What a wait reads on an idle device: every answer is so late.
+    stage_call_seconds: float = 0.0  # Host time of a prepare_fwd_bwd_input call itself.
     max_inflight: int = 2
     can_stage: bool = True
     can_defer_update: bool = True
@@ -62,7 +63,14 @@ class TimedConfig:
     checkpoint_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("fwd_bwd_seconds", "update_seconds", "copy_seconds", "replay_seconds"):
+        for name in (
+            "fwd_bwd_seconds",
+            "update_seconds",
+            "copy_seconds",
+            "replay_seconds",
+            "idle_wait_seconds",
+            "stage_call_seconds",
+        ):
             value = float(self.__dict__[name])
             if not 0 <= value < 1e6:
                 raise ValueError(f"{name} is {value}; use seconds between 0 and 1e6")
@@ -89,17 +97,21 @@ class _Prepared:
 class _Dispatched:
     span: DeviceSpan
     clock: Clock
+    late_s: float = 0.0  # How late the host hears of its end, as on a remote runtime.
     failure: DeviceFailure | None = None
 
-    def wait(self) -> DeviceSpan:
+    def _heard_s(self) -> float:
         assert self.span.finished_s is not None
-        self.clock.sleep_until(self.span.finished_s)
+        return self.span.finished_s + self.late_s
+
+    def wait(self) -> DeviceSpan:
+        self.clock.sleep_until(self._heard_s())
         return self.peek()
 
     def peek(self) -> DeviceSpan:
         if self.failure is not None:
             raise self.failure
-        return self.span
+        return DeviceSpan(started_s=self.span.started_s, finished_s=self._heard_s())
 
 
 @dataclass(kw_only=True)
@@ -204,6 +216,8 @@ class TimedEngine:
         started_s = max(self._clock.now(), self._copy_free_s)
         payload_bytes = batch.payload_bytes
         self._copy_bytes(batch)
+        if self._config.stage_call_seconds:
+            self._clock.sleep_until(self._clock.now() + self._config.stage_call_seconds)
         seconds = self._config.copy_seconds
         if self._config.copy_bytes_per_second:
             seconds += payload_bytes / self._config.copy_bytes_per_second
@@ -249,7 +263,9 @@ class TimedEngine:
         if self._config.fuses_update:
             self._apply()
         span = DeviceSpan(started_s=started_s, finished_s=self._compute_free_s)
-        return _Dispatched(span=span, clock=self._clock, failure=failure)
+        return _Dispatched(
+            span=span, clock=self._clock, late_s=self._config.idle_wait_seconds, failure=failure
+        )
 
     def wait_for_device(self) -> float:
         started_s = self._clock.now()

@@ -1,0 +1,79 @@
+"""What the boundary costs, exact on a virtual clock: 1.0 s micro-batches, 0.2 s update, 0.7 s copy."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.plan import RunPlan
+from tests.support.direct import run_direct
+from trainer_worker.engines.timed import TimedConfig
+
+RIG = TimedConfig(fwd_bwd_seconds=1.0, update_seconds=0.2, copy_seconds=0.7)
+STEPS = 5
+ARMS = {
+    "stock": {},
+    "pipelined": {"pipeline": True},
+    "staged_after": {"pipeline": True, "stage": True, "stage_before_update": False},
+    "staged": {"pipeline": True, "stage": True},
+    "zero_gap": {"pipeline": True, "stage": True, "dispatch_before_metrics": True},
+}
+
+
+def plan(arm: str, **more: int | bool) -> RunPlan:
+    return RunPlan(num_steps=STEPS, **{**ARMS[arm], **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 9])
+def test_idle_is_the_copy_in_stock_and_exactly_nothing_when_staged(micro_batches: int) -> None:
+    stock = run_direct(plan("stock"), RIG, micro_batches=micro_batches)
+    assert len(stock.idle) == STEPS - 1
+    assert all(idle >= 0.7 - 1e-9 for idle in stock.idle)
+    for arm in ("staged", "zero_gap"):
+        run = run_direct(plan(arm), RIG, micro_batches=micro_batches)
+        assert run.idle == (0.0,) * (STEPS - 1), arm
+        assert run.digest == stock.digest
+        assert run.seconds == pytest.approx(stock.seconds - 0.7 * (STEPS - 1))
+
+
+def test_staged_step_time_is_the_compute_and_the_update() -> None:
+    run = run_direct(plan("staged"), RIG)
+    # The first step copies its own first input; the last one's update ends the run.
+    assert [record.seconds for record in run.records[1:-1]] == pytest.approx([3.2] * 3)
+
+
+def test_with_a_dropless_retry_only_staging_before_the_update_hides_the_copy() -> None:
+    """The update waits for the last micro-batch's overflow flag: a stage after it hides nothing."""
+    replays = frozenset((step, 2) for step in range(STEPS))
+    rig = TimedConfig(
+        fwd_bwd_seconds=1.0,
+        update_seconds=0.2,
+        copy_seconds=0.7,
+        replays=replays,
+        replay_seconds=1.0,
+    )
+    after = run_direct(plan("staged_after"), rig)
+    before = run_direct(plan("staged"), rig)
+    stock = run_direct(plan("stock"), rig)
+    assert sum(before.idle) < sum(after.idle) <= sum(stock.idle)
+    assert before.digest == after.digest == stock.digest
+    plain = run_direct(plan("stock"), RIG)
+    assert before.digest == plain.digest, "a replay must give what the undropped order gives"
+    assert [record.applied for record in before.records] == [True] * STEPS
+
+
+def test_late_rollouts_apply_the_update_without_waiting() -> None:
+    run = run_direct(plan("staged"), RIG, late=frozenset({2}))
+    assert "stage_fwd_bwd 1 0" in run.listener.lines
+    assert "stage_fwd_bwd 2 0" not in run.listener.lines
+    assert "stage_fwd_bwd 3 0" in run.listener.lines
+    assert run.digest == run_direct(plan("stock"), RIG).digest
+
+
+def test_the_step_clock_starts_before_a_wait_for_groups_flags_on_or_off() -> None:
+    for arm in ARMS:
+        run = run_direct(plan(arm), RIG, late=frozenset({2}))
+        assert all(record.started_s >= 0 for record in run.records)
+        starts = [record.started_s for record in run.records]
+        ends = [record.finished_s for record in run.records]
+        assert starts == sorted(starts)
+        assert all(end >= start for start, end in zip(starts, ends, strict=True))
