@@ -76,8 +76,9 @@ def _bar(bar: Bar, y: float, from_s: float, per_second: float) -> list[str]:
         f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.5):.2f}" height="{_BAR}"'
         f' fill="{fill}" stroke="#ffffff" stroke-width="0.5"><title>{title}</title></rect>'
     ]
+    rounded = f"{seconds + 1e-9:.2f}"  # 10.755 is not exact in binary; it shows as 10.76.
     label = _SHORT.get(bar.label, bar.label)
-    for text in (f"{label} · {seconds:.2f} s", f"{seconds:.2f} s", label):
+    for text in (f"{label} · {rounded} s", f"{rounded} s", label):
         if len(text) * 6.4 + 4 <= width:
             out.append(
                 f'<text x="{x + width / 2:.1f}" y="{y + _BAR / 2 + 4:.1f}" font-size="11"'

@@ -20,7 +20,7 @@ from orchestrator.plan import RunPlan
 
 FLAGS_OFF_FORMAT: Final = "prestage-flags-off/1"
 MEASURED_FORMAT: Final = "prestage-measured/1"
-_STEPS: Final = 20
+_STEPS: Final = 12
 _NEVER_LATCHES: Final = 1_000_000
 
 
