@@ -211,3 +211,18 @@ def test_a14_an_all_masked_batch_has_loss_0_and_denominator_0() -> None:
 def test_a_nan_log_prob_gap_closes_the_gate() -> None:
     sums = one_row(config(logp_gate=1.0), [1, 1], sampling_logprobs=[float("nan"), -1.0])
     assert (sums["kept_tokens"], sums["denominator"], sums["loss"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (0.2, 0.0), (0.0, 0.0)])
+def test_at_a_ratio_of_1_no_clip_range_halves_the_gradient(
+    low: float, high: float, advantage: float
+) -> None:
+    batch = {
+        "segment_ids": jnp.ones((1, 2), jnp.int32),
+        "loss_mask": jnp.asarray([[0, 1]], jnp.uint8),
+        "advantages": jnp.asarray([[0, advantage]], jnp.float32),
+    }
+    settings = config(epsilon_low=low, epsilon_high=high)
+    gradient = jax.grad(lambda x: loss_sums(settings, x, x * 0, batch)[0])(jnp.full((1, 2), -1.0))
+    np.testing.assert_array_equal(gradient, [[-advantage, 0]])

@@ -117,10 +117,13 @@ def loss_sums(
 
     old = jax.lax.stop_gradient(_old(config, new, batch, trained))
     ratio = jnp.exp(jnp.clip(new - old, -LOG_CLIP, LOG_CLIP))
-    clipped = jnp.clip(ratio, 1.0 - config.epsilon_low, 1.0 + config.epsilon_high)
+    low, high = 1.0 - config.epsilon_low, 1.0 + config.epsilon_high
+    # Selected, not `clip` and `maximum`: where two arguments are equal JAX gives each half of the
+    # gradient, and with an epsilon of 0 a ratio of 1 lies on the bound.
+    clipped = jnp.where(ratio < low, low, jnp.where(ratio > high, high, ratio))
     plain, bounded = -advantages * ratio, -advantages * clipped
-    token_loss = jnp.maximum(plain, bounded)
     was_clipped = bounded > plain
+    token_loss = jnp.where(was_clipped, bounded, plain)
     if config.dual_clip:
         bound = -advantages * config.dual_clip
         was_clipped |= (advantages < 0) & (bound < token_loss)
