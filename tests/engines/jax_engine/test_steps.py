@@ -580,3 +580,26 @@ def test_check_refuses_another_shape_and_other_fields(engine: JaxEngine) -> None
         engine.check(pack([], fields=SPEC.fields[:5]))
     with pytest.raises(EngineError, match="not this engine's input"):
         engine.fwd_bwd(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "fault"),
+    [
+        ("positions", [3, 4, 5, 6, 7], "positions holds 3 at row 0, position 0"),
+        ("positions", [0, 1, 2, 2, 3], "positions holds 2 at row 0, position 3"),
+        ("segment_ids", [1, 1, 2, 2, 1], "segment_ids holds 1 at row 0, position 4"),
+        ("segment_ids", [2, 2, 1, 1, 1], "segment_ids holds 1 at row 0, position 2"),
+    ],
+)
+def test_check_refuses_rows_whose_segments_are_not_whole(
+    engine: JaxEngine, field: str, values: list[int], fault: str
+) -> None:
+    batch = pack([sequences(1, [(3, 2)])])
+    batch.arrays["loss_mask"][:] = 0
+    batch.arrays[field][0, :5] = values
+    if field == "segment_ids":
+        changes = np.diff(values, prepend=0) != 0
+        starts = np.maximum.accumulate(np.where(changes, np.arange(5), 0))
+        batch.arrays["positions"][0, :5] = np.arange(5) - starts
+    with pytest.raises(InvalidBatch, match=fault):
+        engine.check(batch)

@@ -193,6 +193,7 @@ class JaxEngine:
                 f"{name}: field segment_ids holds {segments[row, token]} at row {row}, position"
                 f" {token}; number the segments of a row from 1 (at most {limit})"
             )
+        _check_rows(name, batch)
 
     def input_bytes(self, batch: MicroBatch) -> int:
         return batch.payload_bytes
@@ -308,6 +309,38 @@ class JaxEngine:
     def close(self) -> None:
         self._inflight.clear()
         jax.block_until_ready(self._state)
+
+
+def _check_rows(name: str, batch: MicroBatch) -> None:
+    """Segments of a whole row lie one after another and count their positions from 0.
+
+    An id used for two trajectories would let one attend to the other, and a row that starts within
+    a segment has a token that nothing predicts. Raises `InvalidBatch`.
+    """
+    for row in range(batch.rows):  # Row by row: temporary memory does not grow with the payload.
+        segments, positions = (
+            batch.arrays[field][row].astype(np.int64) for field in ("segment_ids", "positions")
+        )
+        real = segments != 0
+        goes_on = np.zeros(segments.shape, np.bool_)
+        goes_on[1:] = segments[1:] == segments[:-1]
+        wanted = np.zeros(positions.shape, np.int64)
+        wanted[1:] = positions[:-1] + 1
+        wrong = real & (positions != np.where(goes_on, wanted, 0))
+        if wrong.any():
+            token = int(np.argmax(wrong))
+            raise InvalidBatch(
+                f"{name}: field positions holds {positions[token]} at row {row}, position {token}:"
+                " positions count from 0 within each segment"
+            )
+        starts = segments[real & ~goes_on]
+        if (np.diff(starts) <= 0).any():
+            again = int(starts[1:][np.diff(starts) <= 0][0])
+            token = int(np.flatnonzero(real & ~goes_on)[1:][np.diff(starts) <= 0][0])
+            raise InvalidBatch(
+                f"{name}: field segment_ids holds {again} at row {row}, position {token}, after a"
+                " higher or the same id: number the segments of a row in order, each once"
+            )
 
 
 def named_leaves(params: Params) -> dict[str, Array]:
