@@ -81,10 +81,16 @@ def load_gguf(path: Path) -> tuple[ModelConfig, HostParams]:
         tied_head="output.weight" not in tensors,
     )
 
+    def tensor(name: str) -> HostArray:
+        found = tensors.get(name)
+        if found is None:
+            raise EngineConfigInvalid(f"{path.name} lacks the tensor {name}")
+        return found
+
     def stacked(name: str, heads_to_unpermute: int = 0) -> HostArray:
         layers = []
         for layer in range(config.num_layers):
-            weight = tensors[f"blk.{layer}.{name}.weight"]
+            weight = tensor(f"blk.{layer}.{name}.weight")
             if heads_to_unpermute:
                 weight = _unpermuted(weight, heads_to_unpermute)
             layers.append(weight.T if weight.ndim == 2 else weight)
@@ -103,7 +109,7 @@ def load_gguf(path: Path) -> tuple[ModelConfig, HostParams]:
             "w_up": stacked("ffn_up"),
             "w_down": stacked("ffn_down"),
         },
-        "final_norm": tensors["output_norm.weight"],
+        "final_norm": tensor("output_norm.weight"),
     }
     if not config.tied_head:
         params["head"] = tensors["output.weight"]
