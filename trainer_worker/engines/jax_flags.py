@@ -45,7 +45,11 @@ _NORM = flags.DEFINE_integer("norm_tokens", 0, "Divisor of sequence-mean-token-s
 
 def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> EngineParts:
     """Build the engine that the flags describe. Raises `EngineConfigError`."""
-    del checkpoint_dir
+    if checkpoint_dir is not None:
+        raise EngineConfigError(
+            f"engine jax: --checkpoint_dir is {checkpoint_dir}, but this engine keeps no"
+            " checkpoints: leave the flag out"
+        )
     from trainer_worker.engines.jax_engine import config as c
     from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, TINY, create
 
