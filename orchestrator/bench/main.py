@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 COMMANDS: Final = {
+    "boundary": ("orchestrator.bench.boundary", "boundary idle on the real clock, by arm"),
     "latency": ("orchestrator.bench.latency", "health and state while the jax engine works"),
     "packing": ("orchestrator.bench.packing_bench", "packing against bounds and memcpy"),
     "planes": ("orchestrator.bench.plane_bench", "payload planes against memcpy and unary"),
