@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 COMMANDS: Final = {
+    "ab": ("orchestrator.bench.ab.main", "a real-gradient A/B by rules written before the run"),
     "boundary": ("orchestrator.bench.boundary", "boundary idle on the real clock, by arm"),
     "latency": ("orchestrator.bench.latency", "health and state while the jax engine works"),
     "packing": ("orchestrator.bench.packing_bench", "packing against bounds and memcpy"),

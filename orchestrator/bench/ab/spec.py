@@ -1,0 +1,152 @@
+"""The spec of an A/B: what the arms are and by which rule they are judged. A TOML file.
+
+Two kinds of rule. `band`: every metric of the `on` arm lies, at every judged step, between the two
+`off` arms. `bounds`: at the judged steps, the `on` arm differs from the mean of the `off` arms by
+no more than the metric's bound. The file's hash is printed before the first arm starts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+FORWARD_METRIC: Final = "sampler_is/token_logdiff_absmean"
+METRICS: Final = ("loss", "grad_norm", "entropy", FORWARD_METRIC)
+
+
+class SpecError(ValueError):
+    """A spec that cannot be used; names the file, the key and the fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How far `on` may lie from the mean of the off arms.
+
+    At most `passes`: PASS. Above `fails`: FAIL. Between: INCONCLUSIVE. Relative to the mean, unless
+    `absolute`.
+    """
+
+    passes: float
+    fails: float
+    absolute: bool = False
+
+
+# The production change's own bounds: relative, but for the forward metric, which is in nats.
+DEFAULT_BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
+    {
+        "loss": Bound(passes=1e-5, fails=1e-5),
+        FORWARD_METRIC: Bound(passes=5e-5, fails=5e-4, absolute=True),
+        "entropy": Bound(passes=1e-4, fails=1e-3),
+        "grad_norm": Bound(passes=2e-3, fails=1e-2),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """Flags of one arm's two processes."""
+
+    worker: tuple[str, ...]
+    orchestrator: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One A/B."""
+
+    name: str
+    kind: str  # "band" or "bounds".
+    steps: tuple[int, ...]  # Judged steps, from 0.
+    num_steps: int
+    off: Arm
+    on: Arm
+    bounds: Mapping[str, Bound]
+    sha256: str
+
+
+def _strings(path: Path, where: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise SpecError(f"{path}: {where} is {value!r}; it is a list of flags")
+    return tuple(value)
+
+
+def _table(path: Path, data: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = data.get(key, {})
+    if not isinstance(value, dict):
+        raise SpecError(f"{path}: [{key}] is no table")
+    unknown = sorted(set(value) - {"worker", "orchestrator"})
+    if unknown and key != "bounds":
+        raise SpecError(f"{path}: [{key}] has the unknown key {unknown[0]!r}")
+    return value
+
+
+def _arm(path: Path, common: Mapping[str, object], own: Mapping[str, object], name: str) -> Arm:
+    def both(key: str) -> tuple[str, ...]:
+        return (
+            *_strings(path, f"common.{key}", common.get(key, [])),
+            *_strings(path, f"{name}.{key}", own.get(key, [])),
+        )
+
+    return Arm(worker=both("worker"), orchestrator=both("orchestrator"))
+
+
+def _bounds(path: Path, data: Mapping[str, object]) -> Mapping[str, Bound]:
+    bounds = dict(DEFAULT_BOUNDS)
+    for name, value in _table(path, data, "bounds").items():
+        if name not in METRICS or not isinstance(value, dict):
+            raise SpecError(f"{path}: [bounds.{name}] is not one of {', '.join(METRICS)}")
+        unknown = sorted(set(value) - {"passes", "fails", "absolute"})
+        if unknown:
+            raise SpecError(f"{path}: [bounds.{name}] has the unknown key {unknown[0]!r}")
+        bound = Bound(
+            passes=float(value.get("passes", bounds[name].passes)),
+            fails=float(value.get("fails", bounds[name].fails)),
+            absolute=bool(value.get("absolute", bounds[name].absolute)),
+        )
+        if not 0 <= bound.passes <= bound.fails:
+            raise SpecError(f"{path}: [bounds.{name}] needs 0 <= passes <= fails, got {bound}")
+        bounds[name] = bound
+    return MappingProxyType(bounds)
+
+
+def read_spec(path: Path) -> Spec:
+    """Raises `SpecError`."""
+    try:
+        data = path.read_bytes()
+        content = tomllib.loads(data.decode())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(f"{path}: {error}") from error
+    known = {"name", "kind", "steps", "num_steps", "common", "off", "on", "bounds"}
+    unknown = sorted(set(content) - known)
+    if unknown:
+        raise SpecError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    kind = content.get("kind")
+    if kind not in ("band", "bounds"):
+        raise SpecError(f"{path}: kind is {kind!r}; use 'band' or 'bounds'")
+    default_steps = [0, 1, 2] if kind == "band" else [0]
+    steps = content.get("steps", default_steps)
+    if (
+        not isinstance(steps, list)
+        or not steps
+        or not all(isinstance(step, int) and step >= 0 for step in steps)
+    ):
+        raise SpecError(f"{path}: steps is {steps!r}; it is a list of step numbers from 0")
+    num_steps = content.get("num_steps", max(steps) + 2)
+    if not isinstance(num_steps, int) or num_steps <= max(steps):
+        raise SpecError(f"{path}: num_steps is {num_steps!r}; it must exceed step {max(steps)}")
+    common = _table(path, content, "common")
+    return Spec(
+        name=str(content.get("name", path.stem)),
+        kind=kind,
+        steps=tuple(steps),
+        num_steps=num_steps,
+        off=_arm(path, common, _table(path, content, "off"), "off"),
+        on=_arm(path, common, _table(path, content, "on"), "on"),
+        bounds=_bounds(path, content),
+        sha256=hashlib.sha256(data).hexdigest(),
+    )
