@@ -346,6 +346,7 @@ def _on_opened(state: BoundaryState, view: WorkerView) -> BoundaryState:
         next_seq=1,
         must_open=False,
         compiled=view.compiled,
+        idle_wait_seconds=view.idle_wait_seconds,
         lost=None,
         given_up=None,
     )

@@ -109,6 +109,7 @@ class WorkerView:
     last_seq: int
     compiled: bool
     durable_step: int = -1
+    idle_wait_seconds: float = 0.0  # Of the compiled worker's idle device.
 
 
 @dataclass(frozen=True, kw_only=True)

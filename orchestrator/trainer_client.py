@@ -369,6 +369,7 @@ def _view(state: pb.WorkerState) -> WorkerView:
         last_seq=state.last_seq,
         compiled=state.compiled,
         durable_step=state.durable_step,
+        idle_wait_seconds=state.idle_wait_seconds,
     )
 
 

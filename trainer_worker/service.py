@@ -295,6 +295,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             running_call=self._device.busy_with,
             seconds_since_progress=max(0.0, self._clock.now() - snapshot.progress_s),
             backend_compiles=snapshot.backend_compiles,
+            idle_wait_seconds=snapshot.idle_wait_seconds,
         )
         step_state_into_proto(session.step, message)
         stats = self._store.stats()

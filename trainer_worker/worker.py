@@ -9,6 +9,7 @@ that are missing, memory that is short, an engine that cannot) before anything c
 from __future__ import annotations
 
 import logging
+import statistics
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -130,6 +131,7 @@ class WorkerSnapshot:
     background_failure: str
     progress_s: float  # Monotonic time of the device thread's last progress.
     backend_compiles: int
+    idle_wait_seconds: float  # Median of a wait on the idle device at warm-up.
 
 
 class StepSumError(Exception):
@@ -169,6 +171,7 @@ class Worker:
         self._background_failure = ""
         self._durable_step = -1
         self._progress_s = clock.now()
+        self._idle_wait_s = 0.0
         if parts.checkpoint is not None:
             durable = parts.checkpoint.durable_step()
             self._durable_step = -1 if durable is None else durable
@@ -187,6 +190,7 @@ class Worker:
             background_failure=failure,
             progress_s=progress_s,
             backend_compiles=self._engine.backend_compiles,
+            idle_wait_seconds=self._idle_wait_s,
         )
 
     def metrics(self, run_id: str, epoch: int, from_step: int) -> Refusal | StepSnapshot:
@@ -430,6 +434,8 @@ class Worker:
     def _compile(self, work: Work) -> CallResult:
         assert work.compile_spec is not None
         report = self._engine.compile(work.compile_spec)
+        if report.idle_wait_seconds:
+            self._idle_wait_s = statistics.median(report.idle_wait_seconds)
         self._become(replace(self._session, compiled=True))
         return CallResult(
             state=self._session.step,

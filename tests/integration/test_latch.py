@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.boundary import BoundaryState
 from orchestrator.calls import NoteKind
 from orchestrator.plan import RunPlan
 from tests.support.direct import DirectRun, run_direct
-from trainer_worker.engines.timed import TimedConfig
+from tests.support.rig import address_of, run_against, served
+from trainer_worker.clock import RealClock
+from trainer_worker.engines.timed import TimedConfig, create_timed
 
 PLAN = RunPlan(num_steps=8, pipeline=True, stage=True, latch_after=3)
 
@@ -59,3 +62,25 @@ def test_a_fixed_bound_would_not_fire_on_the_slow_runtime() -> None:
     assert min(waits) > 0.05, "the old rule compares the raw wait with 0.05 s"
     assert done.listener.latched
 
+
+def test_a_new_orchestrator_on_a_compiled_worker_knows_the_idle_baseline() -> None:
+    """It does not compile again, so the worker's state says what was measured."""
+    config = TimedConfig(fwd_bwd_seconds=0.001, idle_wait_seconds=0.05)
+    with served(create_timed(config, RealClock())) as server:
+        first = RunPlan(num_steps=1)
+        run_against(address_of(server), first)
+        seen: list[float] = []
+
+        class Watch:
+            def on_call(self, record: object, answer: object) -> None:
+                return
+
+            def on_note(self, note: object) -> None:
+                return
+
+            def on_state(self, state: BoundaryState) -> None:
+                seen.append(state.idle_wait_seconds)
+
+        second = run_against(address_of(server), RunPlan(num_steps=2), observers=(Watch(),))
+    assert "compile" not in [record.call for record in second.recorder.records]
+    assert seen[-1] >= 0.05

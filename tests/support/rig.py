@@ -14,7 +14,7 @@ from orchestrator.bench.synthetic import SyntheticShape, SyntheticSource
 from orchestrator.clock import RealClock as OrchestratorClock
 from orchestrator.feeder import Feeder, PutPort, StepSource
 from orchestrator.plan import RunPlan
-from orchestrator.ports import Answer, TrainerPort
+from orchestrator.ports import Answer, Observer, TrainerPort
 from orchestrator.put_client import PlanePut
 from orchestrator.runner import Patience, Runner
 from orchestrator.steps import StepBook
@@ -101,6 +101,7 @@ def run_against(
     wrap_trainer: object = None,
     wrap_sender: object = None,
     patience: Patience | None = None,
+    observers: tuple[Observer, ...] = (),
 ) -> RunResult:
     """One run of the real runner, feeder and client against a served worker."""
     shape = shape or SyntheticShape()
@@ -125,7 +126,7 @@ def run_against(
             trainer=trainer,
             feeder=feeder,
             clock=OrchestratorClock(),
-            observers=(recorder,),
+            observers=(recorder, *observers),
             patience=patience or Patience(data_s=20.0, unreachable_s=10.0, backoff_s=0.01),
         )
         book = runner.run()
