@@ -301,9 +301,11 @@ def _simulate(args: argparse.Namespace) -> int:
 
 def prediction_lines(derived: derive.Derived, rows: Sequence[derive.Row], about: str) -> list[str]:
     """One case: the arithmetic, then predicted against measured."""
-    table = [["setting", "s/step", "idle s", "saved s", "measured s/step", "idle s", "error"]]
+    table = [["setting", "s/step", "boundary idle s", "inside s", "saved s"]]
+    table[0] += ["measured s/step", "idle s", "error"]
     for row in rows:
-        line = [row.setting, f"{row.step_s:.3f}", f"{row.idle_s:.3f}", f"{row.saved_s:.3f}"]
+        line = [row.setting, f"{row.step_s:.3f}", f"{row.idle_s:.3f}"]
+        line += [f"{row.inside_s:.3f}", f"{row.saved_s:.3f}"]
         if row.measured is None or row.error is None:
             line += ["-", "-", "-"]
         else:
@@ -330,6 +332,7 @@ def _predict(args: argparse.Namespace) -> int:
             row.setting: {
                 "step_seconds": row.step_s,
                 "boundary_idle_seconds": row.idle_s,
+                "inside_idle_seconds": row.inside_s,
                 "saved_seconds": row.saved_s,
                 "error": row.error,
             }

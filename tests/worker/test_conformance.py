@@ -33,6 +33,28 @@ def test_the_timed_engine_conforms(tmp_path: Path) -> None:
     assert broken_rules(tmp_path) == {}
 
 
+@pytest.mark.slow
+def test_the_jax_engine_conforms() -> None:
+    from trainer_worker.engines.jax_engine.config import EngineConfig, ModelConfig
+    from trainer_worker.engines.jax_engine.model import init_params
+    from trainer_worker.engines.jax_engine.presets import engine_parts
+
+    model = ModelConfig(
+        vocab_size=128,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        ffn_size=32,
+    )
+    parts = engine_parts(EngineConfig(model=model, logprob_chunk=8), init_params(model, 0))
+    with served(parts) as server:
+        outcomes = run_suite(address_of(server))
+    assert [outcome for outcome in outcomes if outcome.verdict == "BROKEN"] == []
+    assert sum(outcome.verdict == "ok" for outcome in outcomes) >= 14
+
+
 def _no_dedupe(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit(state, key, request):  # type: ignore[no-untyped-def]
         return protocol.check(state.step, request) or sessions.Execute()

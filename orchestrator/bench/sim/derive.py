@@ -21,6 +21,7 @@ from orchestrator.plan import RunPlan
 FLAGS_OFF_FORMAT: Final = "prestage-flags-off/1"
 MEASURED_FORMAT: Final = "prestage-measured/1"
 _STEPS: Final = 12
+_ROUNDING_S: Final = 1e-6  # Less below zero than this is rounding.
 _NEVER_LATCHES: Final = 1_000_000
 
 
@@ -106,11 +107,12 @@ def derive(case: FlagsOff, folder: Path = Path()) -> Derived:
         lines.append(f"fwd_bwd = (step - idle - update) / {micro} = {fwd_s:.3f} s")
     assert fwd_s is not None and update_s is not None
     for name, value in (("idle", idle_s), ("fwd_bwd", fwd_s), ("update", update_s)):
-        if value < 0:
+        if value < -_ROUNDING_S:
             raise DeriveError(
                 f"case {case.name!r}: {name} comes out as {value:.3f} s: the step time is shorter"
                 " than its parts; check the input"
             )
+    idle_s, fwd_s, update_s = max(0.0, idle_s), max(0.0, fwd_s), max(0.0, update_s)
     copy_s = _copy(case, idle_s, fwd_s, lines)
     closing_s = idle_s - copy_s
     lines.append(f"closing = idle - copy = {closing_s:.3f} s, taken as bookkeeping")
@@ -209,7 +211,8 @@ class Row:
     case: str
     setting: str
     step_s: float
-    idle_s: float
+    idle_s: float  # At the boundary.
+    inside_s: float  # Idle between a step's own micro-batches.
     saved_s: float
     measured: Measured | None
 
@@ -237,6 +240,7 @@ def rows(
             setting=name,
             step_s=result.step_seconds,
             idle_s=result.boundary_idle_s,
+            inside_s=result.inside_idle_s,
             saved_s=stock_s - result.step_seconds,
             measured=measured.get(name),
         )
