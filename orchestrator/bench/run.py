@@ -48,7 +48,7 @@ MODELS: Final[Mapping[str, ModelRun]] = {
         rows=2,
         tokens_per_row=512,
         groups_per_batch=1,
-        num_steps=4,
+        num_steps=3,
         worker=("--engine=jax", "--preset=smollm2-135m", "--learning_rate=1e-6"),
     ),
     "timed": ModelRun(
