@@ -233,9 +233,12 @@ def test_staging_never_makes_a_run_longer(shape: Shape, plan: RunPlan) -> None:
         name: max(_ends(simulate(shape, plan_for(name, plan))))
         for name in ("stock", "pipelined", "staged_before", "zero_gap")
     }
-    assert ends["pipelined"] <= ends["stock"] + 1e-9
-    assert ends["staged_before"] <= ends["pipelined"] + 1e-9
-    assert ends["zero_gap"] <= ends["staged_before"] + 1e-9
+    for setting in ("pipelined", "staged_before", "zero_gap"):
+        assert ends[setting] <= ends["stock"] + 1e-9
+    if shape.micro_batches > 1:
+        # With one, the older step's bookkeeping precedes the deferred update.
+        assert ends["staged_before"] <= ends["pipelined"] + 1e-9
+        assert ends["zero_gap"] <= ends["staged_before"] + 1e-9
 
 
 def _ends(result: SimResult) -> list[float]:
