@@ -68,6 +68,7 @@ from trainer_worker.worker import (
 log = logging.getLogger("prestage.worker")
 T = TypeVar("T")
 EXPORT_CHUNK_BYTES: Final = 1 << 20
+FACTS_WAIT_S: Final = 5.0
 RawPutHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse]"
 
 
@@ -503,6 +504,8 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 f"the update of step {kept.step} failed on the device: {error}",
                 self._metadata(),
             )
+        # The update is computed, so the watcher is about to know: no reader should have to come again.
+        self._worker.watcher.await_update(kept.step, FACTS_WAIT_S)
         facts = self._worker.watcher.facts(kept.step)
         return pb.StepMetrics(
             step=kept.step,

@@ -58,9 +58,13 @@ class DeviceTimeline:
         while len(self._steps) > STEPS_KEPT:
             del self._steps[min(self._steps)]
 
-    def restarted(self) -> None:
-        """The step was aborted or another position restored: earlier facts may be wrong."""
-        self._steps.clear()
+    def forget(self, *, from_step: int) -> None:
+        """The work of `from_step` and later was given up; the boundary before it goes on."""
+        for step in [step for step in self._steps if step >= from_step]:
+            del self._steps[step]
+        before = self._steps.get(from_step - 1)
+        if before is not None:
+            self._set(from_step - 1, replace(before, next_started_s=-1.0))
 
     def staged(self, boundary_step: int, seconds: float, ended_s: float) -> None:
         facts = self.facts(boundary_step)
@@ -75,23 +79,42 @@ class DeviceTimeline:
         return started_s, finished_s
 
     def computed(
-        self, step: int, index: int, span: DeviceSpan, *, seen_s: float, earliest_s: float
+        self,
+        step: int,
+        index: int,
+        span: DeviceSpan,
+        *,
+        seen_s: float,
+        earliest_s: float,
+        counts: bool = True,
     ) -> DeviceRecord:
-        """A micro-batch is done. `earliest_s`: when it was dispatched and its input was there."""
+        """A micro-batch is done. `earliest_s`: when it was dispatched and its input was there.
+
+        `counts`: False for work that was given up: the device was busy, but no boundary is made of it.
+        """
         started_s, finished_s = self._span(span, seen_s, earliest_s)
-        if index == 0 and step > 0:
-            self._set(step - 1, replace(self.facts(step - 1), next_started_s=started_s))
-        self._set(step, replace(self.facts(step), last_finished_s=finished_s))
+        if counts:
+            if index == 0 and step > 0:
+                self._set(step - 1, replace(self.facts(step - 1), next_started_s=started_s))
+            self._set(step, replace(self.facts(step), last_finished_s=finished_s))
         return DeviceRecord(
             kind="fwd_bwd", step=step, index=index, started_s=started_s, finished_s=finished_s
         )
 
     def updated(
-        self, step: int, span: DeviceSpan, *, seen_s: float, earliest_s: float
+        self,
+        step: int,
+        span: DeviceSpan,
+        *,
+        seen_s: float,
+        earliest_s: float,
+        counts: bool = True,
     ) -> DeviceRecord:
         started_s, finished_s = self._span(span, seen_s, earliest_s)
-        facts = replace(self.facts(step), update_started_s=started_s, update_finished_s=finished_s)
-        self._set(step, facts)
+        if counts:
+            facts = self.facts(step)
+            facts = replace(facts, update_started_s=started_s, update_finished_s=finished_s)
+            self._set(step, facts)
         return DeviceRecord(
             kind="update", step=step, index=-1, started_s=started_s, finished_s=finished_s
         )

@@ -2,23 +2,26 @@
 
 Consumes: handles in dispatch order. Waits for: the device, on threads of its own, so the device
 thread never does. A failure found here names its micro-batch and is handed to the worker, which
-poisons the step.
+poisons the step. What an abort or a restore gave up is forgotten, also when it fails later.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from prestage.microbatch import MicroBatch
 from prestage.trace import DeviceRecord
 from trainer_worker.clock import Clock
-from trainer_worker.engine import Dispatched, EngineError, PreparedInput
+from trainer_worker.engine import DeviceSpan, Dispatched, PreparedInput
 from trainer_worker.timeline import BoundaryFacts, DeviceTimeline
 
-COPIES_KEPT: Final = 64
+UPDATE: Final = -1
+"""The index that stands for a step's update."""
 Sink = Callable[[DeviceRecord], None]
 
 
@@ -27,14 +30,26 @@ class LateFailure:
     """A computation that failed after its call was answered."""
 
     step: int
-    index: int  # -1: the update.
+    index: int  # `UPDATE`: the update.
     cause: str
+
+    def __str__(self) -> str:
+        what = (
+            f"the update of step {self.step}"
+            if self.index == UPDATE
+            else f"micro-batch ({self.step}, {self.index})"
+        )
+        return f"{what} failed on the device: {self.cause}"
 
 
 class Watcher(Protocol):
     """What the worker tells and asks."""
 
-    def copying(self, step: int, index: int, prepared: PreparedInput, *, now_s: float) -> None: ...
+    def copying(
+        self, step: int, index: int, prepared: PreparedInput, source: MicroBatch, *, now_s: float
+    ) -> None:
+        """An input's copy began. `source` is kept alive until it is done."""
+        ...
 
     def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None: ...
 
@@ -42,17 +57,35 @@ class Watcher(Protocol):
 
     def staged(self, boundary_step: int, seconds: float, ended_s: float) -> None: ...
 
-    def restarted(self) -> None: ...
+    def forget(self, *, from_step: int) -> None:
+        """The work of `from_step` and later steps was given up: how it ends means nothing."""
+        ...
 
     def facts(self, step: int) -> BoundaryFacts: ...
+
+    def await_update(self, step: int, timeout_s: float) -> None:
+        """Return when `facts` knows the end of the step's update, if it is being watched."""
+        ...
 
     def settle(self) -> None:
         """Return when everything that was handed over so far is done (or failed)."""
         ...
 
-    def take_failure(self) -> LateFailure | None: ...
+    def failures(self) -> tuple[LateFailure, ...]:
+        """Those that were not taken, oldest first. Safe from any thread."""
+        ...
 
-    def close(self) -> None: ...
+    def take(self, failures: tuple[LateFailure, ...]) -> None:
+        """These were dealt with."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Let go. False: the device did not answer in time."""
+        ...
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 class InlineWatcher:
@@ -61,21 +94,29 @@ class InlineWatcher:
     def __init__(self, sink: Sink | None = None) -> None:
         self._timeline = DeviceTimeline()
         self._sink = sink
-        self._failure: LateFailure | None = None
+        self._failures: list[LateFailure] = []
 
-    def copying(self, step: int, index: int, prepared: PreparedInput, *, now_s: float) -> None:
-        del step, index, prepared, now_s
+    def copying(
+        self, step: int, index: int, prepared: PreparedInput, source: MicroBatch, *, now_s: float
+    ) -> None:
+        del step, index, prepared, source, now_s
 
     def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None:
-        try:
-            span = work.peek()
-        except EngineError as error:
-            self._failure = self._failure or LateFailure(step=step, index=index, cause=str(error))
-            return
-        self._out(self._timeline.computed(step, index, span, seen_s=now_s, earliest_s=now_s))
+        span = self._span(step, index, work)
+        if span is not None:
+            self._out(self._timeline.computed(step, index, span, seen_s=now_s, earliest_s=now_s))
 
     def updating(self, step: int, work: Dispatched, *, now_s: float) -> None:
-        self._out(self._timeline.updated(step, work.peek(), seen_s=now_s, earliest_s=now_s))
+        span = self._span(step, UPDATE, work)
+        if span is not None:
+            self._out(self._timeline.updated(step, span, seen_s=now_s, earliest_s=now_s))
+
+    def _span(self, step: int, index: int, work: Dispatched) -> DeviceSpan | None:
+        try:
+            return work.peek()
+        except Exception as error:  # Engines raise types of their own; here they mean the same.
+            self._failures.append(LateFailure(step=step, index=index, cause=_why(error)))
+            return None
 
     def _out(self, record: DeviceRecord) -> None:
         if self._sink is not None:
@@ -84,34 +125,54 @@ class InlineWatcher:
     def staged(self, boundary_step: int, seconds: float, ended_s: float) -> None:
         self._timeline.staged(boundary_step, seconds, ended_s)
 
-    def restarted(self) -> None:
-        self._timeline.restarted()
+    def forget(self, *, from_step: int) -> None:
+        self._timeline.forget(from_step=from_step)
+        self._failures = [failure for failure in self._failures if failure.step < from_step]
 
     def facts(self, step: int) -> BoundaryFacts:
         return self._timeline.facts(step)
 
+    def await_update(self, step: int, timeout_s: float) -> None:
+        del step, timeout_s
+
     def settle(self) -> None:
         return
 
-    def take_failure(self) -> LateFailure | None:
-        failure, self._failure = self._failure, None
-        return failure
+    def failures(self) -> tuple[LateFailure, ...]:
+        return tuple(self._failures)
 
-    def close(self) -> None:
-        return
+    def take(self, failures: tuple[LateFailure, ...]) -> None:
+        del self._failures[: len(failures)]
+
+    def close(self, timeout_s: float) -> bool:
+        del timeout_s
+        return True
+
+
+@dataclass(kw_only=True, eq=False)
+class _Watched:
+    """One piece of work that was handed over."""
+
+    step: int
+    index: int
+    now_s: float  # When it was dispatched.
+    forgotten: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+    source: MicroBatch | None = None  # Of a copy: what it reads, until it is done.
+    finished_s: float = 0.0  # Of a copy; set before `done`.
 
 
 class ThreadWatcher:
-    """Two threads: one waits for input copies, one for compute."""
+    """Two threads: one waits for input copies, one for compute. Both outlive any failure."""
 
     def __init__(self, clock: Clock, sink: Sink | None = None) -> None:
         self._clock = clock
         self._sink = sink
         self._timeline = DeviceTimeline()
         self._lock = threading.Lock()
-        self._ready_s: dict[tuple[int, int], float] = {}
-        self._copied = threading.Condition(self._lock)
-        self._failure: LateFailure | None = None
+        self._failures: list[LateFailure] = []
+        self._open: list[_Watched] = []  # Handed over and not done: bounded by the work in flight.
+        self._inputs: dict[tuple[int, int], _Watched] = {}  # Copies whose compute has not come.
         self._copies: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._threads = [
@@ -121,102 +182,161 @@ class ThreadWatcher:
         for thread in self._threads:
             thread.start()
 
-    def copying(self, step: int, index: int, prepared: PreparedInput, *, now_s: float) -> None:
-        self._copies.put(lambda: self._wait_copy(step, index, prepared, now_s))
+    def _watch(
+        self, step: int, index: int, now_s: float, source: MicroBatch | None = None
+    ) -> _Watched:
+        watched = _Watched(step=step, index=index, now_s=now_s, source=source)
+        with self._lock:
+            self._open.append(watched)
+        return watched
 
-    def _wait_copy(self, step: int, index: int, prepared: PreparedInput, now_s: float) -> None:
+    def _done(self, watched: _Watched) -> None:
+        with self._lock:
+            self._open.remove(watched)
+        watched.source = None
+        watched.done.set()
+
+    def _failed(self, watched: _Watched, cause: str) -> None:
+        with self._lock:
+            if not watched.forgotten:
+                failure = LateFailure(step=watched.step, index=watched.index, cause=cause)
+                self._failures.append(failure)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def copying(
+        self, step: int, index: int, prepared: PreparedInput, source: MicroBatch, *, now_s: float
+    ) -> None:
+        watched = self._watch(step, index, now_s, source)
+        self._inputs[step, index] = watched
+        self._copies.put(lambda: self._wait_copy(watched, prepared))
+
+    def _wait_copy(self, watched: _Watched, prepared: PreparedInput) -> None:
+        span = DeviceSpan()
         try:
             span = prepared.wait_ready()
-            seen_s = self._clock.now()
-        except EngineError as error:
-            self._fail(LateFailure(step=step, index=index, cause=f"input copy: {error}"))
-            span, seen_s = None, self._clock.now()
-        finished_s = seen_s
-        if span is not None and span.finished_s is not None:
-            finished_s = span.finished_s
-        with self._copied:
-            self._ready_s[step, index] = finished_s
-            while len(self._ready_s) > COPIES_KEPT:  # Staged inputs that an abort dropped.
-                del self._ready_s[next(iter(self._ready_s))]
-            self._copied.notify_all()
-        started_s = now_s if span is None or span.started_s is None else span.started_s
+        except Exception as error:
+            self._failed(watched, f"input copy: {_why(error)}")
+        seen_s = self._clock.now()
+        watched.finished_s = seen_s if span.finished_s is None else span.finished_s
+        self._done(watched)
         self._out(
             DeviceRecord(
-                kind="copy", step=step, index=index, started_s=started_s, finished_s=finished_s
+                kind="copy",
+                step=watched.step,
+                index=watched.index,
+                started_s=watched.now_s if span.started_s is None else span.started_s,
+                finished_s=watched.finished_s,
             )
         )
 
-    def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None:
-        self._work.put(lambda: self._wait_compute(step, index, work, now_s))
+    # -- compute ----------------------------------------------------------------------------------
 
-    def _wait_compute(self, step: int, index: int, work: Dispatched, now_s: float) -> None:
+    def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None:
+        copy = self._inputs.pop((step, index), None)
+        watched = self._watch(step, index, now_s)
+        self._work.put(lambda: self._wait_compute(watched, work, copy))
+
+    def _wait_compute(self, watched: _Watched, work: Dispatched, copy: _Watched | None) -> None:
         try:
             span = work.wait()
-        except EngineError as error:
-            self._fail(LateFailure(step=step, index=index, cause=str(error)))
+        except Exception as error:
+            self._failed(watched, _why(error))
+            self._done(watched)
             return
         seen_s = self._clock.now()
-        with self._copied:
-            # Every dispatched micro-batch had its input handed over before.
-            self._copied.wait_for(lambda: (step, index) in self._ready_s, timeout=60)
-            earliest_s = max(now_s, self._ready_s.pop((step, index), now_s))
+        earliest_s = watched.now_s
+        if copy is not None:
+            copy.done.wait()  # Computed, so its input is there: the copies' thread says so soon.
+            earliest_s = max(earliest_s, copy.finished_s)
+        with self._lock:
             record = self._timeline.computed(
-                step, index, span, seen_s=seen_s, earliest_s=earliest_s
+                watched.step,
+                watched.index,
+                span,
+                seen_s=seen_s,
+                earliest_s=earliest_s,
+                counts=not watched.forgotten,
             )
+        self._done(watched)
         self._out(record)
 
     def updating(self, step: int, work: Dispatched, *, now_s: float) -> None:
-        self._work.put(lambda: self._wait_update(step, work, now_s))
+        watched = self._watch(step, UPDATE, now_s)
+        self._work.put(lambda: self._wait_update(watched, work))
 
-    def _wait_update(self, step: int, work: Dispatched, now_s: float) -> None:
+    def _wait_update(self, watched: _Watched, work: Dispatched) -> None:
         try:
             span = work.wait()
-        except EngineError as error:
-            self._fail(LateFailure(step=step, index=-1, cause=str(error)))
+        except Exception as error:
+            self._failed(watched, _why(error))
+            self._done(watched)
             return
         seen_s = self._clock.now()
         with self._lock:
-            record = self._timeline.updated(step, span, seen_s=seen_s, earliest_s=now_s)
+            record = self._timeline.updated(
+                watched.step,
+                span,
+                seen_s=seen_s,
+                earliest_s=watched.now_s,
+                counts=not watched.forgotten,
+            )
+        self._done(watched)
         self._out(record)
-
-    def _fail(self, failure: LateFailure) -> None:
-        with self._lock:
-            self._failure = self._failure or failure
 
     def _out(self, record: DeviceRecord) -> None:
         if self._sink is not None:
             self._sink(record)
 
+    # -- asking -----------------------------------------------------------------------------------
+
     def staged(self, boundary_step: int, seconds: float, ended_s: float) -> None:
         with self._lock:
             self._timeline.staged(boundary_step, seconds, ended_s)
 
-    def restarted(self) -> None:
+    def forget(self, *, from_step: int) -> None:
+        for key in [key for key in self._inputs if key[0] >= from_step]:
+            del self._inputs[key]
         with self._lock:
-            self._timeline.restarted()
+            for watched in self._open:
+                watched.forgotten = watched.forgotten or watched.step >= from_step
+            self._failures = [failure for failure in self._failures if failure.step < from_step]
+            self._timeline.forget(from_step=from_step)
 
     def facts(self, step: int) -> BoundaryFacts:
         with self._lock:
             return self._timeline.facts(step)
 
-    def settle(self) -> None:
-        for jobs in (self._copies, self._work):
-            reached = threading.Event()
-            jobs.put(reached.set)
-            reached.wait()
-
-    def take_failure(self) -> LateFailure | None:
+    def await_update(self, step: int, timeout_s: float) -> None:
         with self._lock:
-            failure, self._failure = self._failure, None
-            return failure
+            found = next((w for w in self._open if (w.step, w.index) == (step, UPDATE)), None)
+        if found is not None:
+            found.done.wait(timeout_s)
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        with self._lock:
+            outstanding = list(self._open)
+        for watched in outstanding:
+            watched.done.wait()
+
+    def failures(self) -> tuple[LateFailure, ...]:
+        with self._lock:
+            return tuple(self._failures)
+
+    def take(self, failures: tuple[LateFailure, ...]) -> None:
+        with self._lock:
+            del self._failures[: len(failures)]  # New ones only ever join at the end.
+
+    def close(self, timeout_s: float) -> bool:
+        give_up_s = time.monotonic() + timeout_s
         for jobs in (self._copies, self._work):
             jobs.put(None)
         for thread in self._threads:
-            thread.join(timeout=30)
+            thread.join(timeout=max(0.0, give_up_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 def _serve(jobs: queue.Queue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
+        del job  # It holds device memory and an input's bytes: not until the next one comes.

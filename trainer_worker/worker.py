@@ -20,6 +20,7 @@ from prestage.microbatch import MicroBatch
 from prestage.protocol import (
     BatchRef,
     Call,
+    Phase,
     Reason,
     Refusal,
     Request,
@@ -44,7 +45,7 @@ from trainer_worker.engine import (
     UpdateResult,
 )
 from trainer_worker.sessions import CallKey, Join, Replay, SessionState
-from trainer_worker.watcher import Watcher
+from trainer_worker.watcher import UPDATE, LateFailure, Watcher
 
 log = logging.getLogger("prestage.worker")
 
@@ -100,6 +101,8 @@ class CallResult:
     state: StepState = field(default_factory=StepState)
     error: CallError | None = None
     seconds: float = 0.0  # On the device thread.
+    dispatch_seconds: float = 0.0  # Of a fwd_bwd: until it was dispatched.
+    update_seconds: float = 0.0  # Of an update: of the engine's update() call.
     used_staged_input: bool = False
     applied: bool = True
     updated: bool = False  # The call made an update (or skipped it).
@@ -134,8 +137,8 @@ class WorkerSnapshot:
     idle_wait_seconds: float  # Median of a wait on the idle device at warm-up.
 
 
-class StepSumError(Exception):
-    """The engine's `train_step` is not where the protocol says."""
+class ParametersMoved(EngineError):
+    """The engine updated where the protocol has no update: no version names its parameters."""
 
 
 class Worker:
@@ -165,7 +168,7 @@ class Worker:
         )
         self._staged: PreparedInput | None = None
         self._metrics: OrderedDict[int, StepSnapshot] = OrderedDict()
-        self._pinned: set[int] = set()
+        self._pinned: dict[int, int] = {}  # Version to bytes.
         self._save: PendingSave | None = None
         self._save_failure = ""  # Not reported by a call yet.
         self._background_failure = ""
@@ -181,7 +184,7 @@ class Worker:
     def snapshot(self) -> WorkerSnapshot:
         """The state now. Never waits for the device. Safe from any thread."""
         with self._lock:
-            session = self._session
+            session = self._with_late_failures()
             durable, failure = self._durable_step, self._background_failure
             progress_s = self._progress_s
         return WorkerSnapshot(
@@ -196,7 +199,7 @@ class Worker:
     def metrics(self, run_id: str, epoch: int, from_step: int) -> Refusal | StepSnapshot:
         """One closed step's metrics; `pending.result()` may wait. Safe from any thread."""
         with self._lock:
-            session = self._session
+            session = self._with_late_failures()
             kept = self._metrics.get(from_step)
             steps = list(self._metrics)
         refusal = sessions.fence(session, run_id=run_id, epoch=epoch) or check(
@@ -233,13 +236,13 @@ class Worker:
     def fence(self, run_id: str, epoch: int, request: Request) -> Refusal | None:
         """Judge an unsequenced call. Safe from any thread."""
         with self._lock:
-            session = self._session
+            session = self._with_late_failures()
         return sessions.fence(session, run_id=run_id, epoch=epoch) or check(session.step, request)
 
     # -- the device thread ------------------------------------------------------------------------
 
     def open_run(self, run_id: str, epoch: int) -> WorkerSnapshot | Refusal:
-        self._take_late_failure()
+        self._take_late_failures()
         opened = sessions.open_run(self._session, run_id, epoch)
         if isinstance(opened, Refusal):
             return opened
@@ -248,7 +251,7 @@ class Worker:
 
     def call(self, key: CallKey, request: Request, work: Work) -> CallResult | Refusal:
         """Carry out one sequenced call once. `work` holds its arguments."""
-        self._take_late_failure()
+        self._take_late_failures()
         admission = sessions.admit(self._session, key, request)
         if isinstance(admission, Replay):
             return admission.result
@@ -266,20 +269,20 @@ class Worker:
             self._become(sessions.withdrawn(self._session))
             return error.refusal
         except EngineError as error:
-            return self._engine_failed(request, str(error))
+            suspect = isinstance(error, ParametersMoved)
+            return self._engine_failed(request, str(error), suspect=suspect)
         except Exception as error:  # An engine's own exception types end the step all the same.
             log.exception("the engine raised in %s", request.fingerprint)
             return self._engine_failed(request, f"{type(error).__name__}: {error}")
         result = replace(result, seconds=self._clock.now() - started_s)
         self._become(sessions.committed(self._session, result, result.state))
-        self._progress_s = self._clock.now()
         return result
 
     def score(
         self, run_id: str, epoch: int, ref: BatchRef, call: Call
     ) -> ScoreResult | Mapping[str, float] | Refusal:
         """ComputeLogprobs and Evaluate: leave accumulation and staged input untouched."""
-        self._take_late_failure()
+        self._take_late_failures()
         request = Request(call=call, batch=ref)
         refusal = sessions.fence(self._session, run_id=run_id, epoch=epoch) or check(
             self._session.step, request
@@ -290,6 +293,8 @@ class Worker:
             return self._refuse(
                 Reason.CAPABILITY_MISSING, f"engine {self._name()} cannot {call.value}"
             )
+        if not self._session.compiled:
+            return self._refuse(Reason.NOT_COMPILED, f"{call.value} before compile")
         batch = self._fetch(ref)
         if isinstance(batch, Refusal):
             return batch
@@ -297,9 +302,12 @@ class Worker:
             if call is Call.EVALUATE:
                 return self._parts.scoring.evaluate(batch)
             return self._parts.scoring.compute_logprobs(batch)
+        except InvalidBatch as error:
+            return self._refuse(Reason.INVALID_BATCH, str(error))
         except Exception as error:
             why = f"{call.value} of {ref}: {type(error).__name__}: {error}"
             log.exception("the engine raised in %s", call.value)
+            self._staged = None
             self._become(sessions.poisoned(self._session, why))
             return self._refuse(Reason.ENGINE_FAILED, why)
 
@@ -307,12 +315,15 @@ class Worker:
         """Waits for the device."""
         return self._engine.parameter_digest()
 
-    def close(self) -> None:
-        """Finish the background save, then let go of the device."""
-        if self._save is not None:
-            self._wait_save(self._save)
-        self._watcher.close()
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Finish the background save, then let go of the device. False: it does not answer."""
+        save = self._save
+        if save is not None:
+            self._wait_save(save)
+        if not self._watcher.close(timeout_s):
+            return False
         self._engine.close()
+        return True
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -322,37 +333,43 @@ class Worker:
     def _become(self, session: SessionState[CallResult]) -> None:
         with self._lock:
             self._session = session
+            self._progress_s = self._clock.now()
 
     def _refuse(self, reason: Reason, message: str) -> Refusal:
         return Refusal(
             reason=reason, message=message, allowed=allowed_calls(self._session.step.phase)
         )
 
-    def _take_late_failure(self) -> None:
-        failure = self._watcher.take_failure()
-        if failure is None:
-            return
-        what = "update" if failure.index < 0 else f"micro-batch ({failure.step}, {failure.index})"
-        why = f"{what} failed on the device: {failure.cause}"
-        log.error("%s: the step is lost", why)
-        step = self._session.step
-        session = sessions.poisoned(self._session, why)
-        if failure.index < 0 or failure.step < step.step:
-            # Its step's update was made of it already.
-            session = replace(session, step=replace(session.step, parameters_suspect=True))
-        self._staged = None
-        self._become(session)
+    def _with_late_failures(self) -> SessionState[CallResult]:
+        """The session as the next call will find it. Holding the lock, or on the device thread."""
+        session = self._session
+        for failure in self._watcher.failures():
+            session = _with_late_failure(session, failure)
+        return session
 
-    def _engine_failed(self, request: Request, why: str) -> CallResult:
+    def _take_late_failures(self) -> None:
+        failures = self._watcher.failures()
+        session = self._session
+        for failure in failures:
+            log.error("%s: the step is lost", failure)
+            session = _with_late_failure(session, failure)
+        if failures:
+            self._staged = None
+            self._become(session)
+            self._watcher.take(failures)  # After: whoever asks in between must hear of them too.
+
+    def _engine_failed(self, request: Request, why: str, *, suspect: bool = False) -> CallResult:
         self._staged = None
         session = self._session
         failing = f"{request.call.value} of step {session.step.step}: {why}"
         result = CallResult(
             state=session.step, error=CallError(reason=Reason.ENGINE_FAILED, message=failing)
         )
-        after = sessions.failed(session, result, failing)
-        result = replace(result, state=after.step)
-        self._become(sessions.failed(session, result, failing))
+        step = sessions.failed(session, result, failing).step
+        if suspect:
+            step = replace(step, parameters_suspect=True)
+        result = replace(result, state=step)
+        self._become(replace(sessions.failed(session, result, failing), step=step))
         return result
 
     def _fetch(self, ref: BatchRef) -> MicroBatch | Refusal:
@@ -411,7 +428,7 @@ class Worker:
     def _carry_out(self, request: Request, work: Work, started_s: float) -> CallResult:
         match request.call:
             case Call.FWD_BWD | Call.FWD_BWD_APPLY | Call.FWD_BWD_DEFER:
-                return self._fwd_bwd(request)
+                return self._fwd_bwd(request, started_s)
             case Call.STAGE_FWD_BWD:
                 return self._stage(request, started_s)
             case Call.APPLY_DEFERRED_UPDATE | Call.UPDATE:
@@ -433,7 +450,10 @@ class Worker:
 
     def _compile(self, work: Work) -> CallResult:
         assert work.compile_spec is not None
-        report = self._engine.compile(work.compile_spec)
+        try:
+            report = self._engine.compile(work.compile_spec)
+        except InvalidBatch as error:
+            raise WithdrawnError(self._refuse(Reason.INVALID_REQUEST, str(error))) from error
         if report.idle_wait_seconds:
             self._idle_wait_s = statistics.median(report.idle_wait_seconds)
         self._become(replace(self._session, compiled=True))
@@ -467,7 +487,7 @@ class Worker:
         prepared = self._engine.prepare_fwd_bwd_input(batch)
         self._staged = prepared
         ended_s = self._clock.now()
-        self._watcher.copying(ref.step, ref.index, prepared, now_s=started_s)
+        self._watcher.copying(ref.step, ref.index, prepared, batch, now_s=started_s)
         boundary = ref.step - 1
         if boundary >= 0:
             self._watcher.staged(boundary, ended_s - started_s, ended_s)
@@ -484,56 +504,49 @@ class Worker:
                 )
             )
 
-    def _fwd_bwd(self, request: Request) -> CallResult:
+    def _fwd_bwd(self, request: Request, started_s: float) -> CallResult:
         assert request.batch is not None
         ref, state = request.batch, self._session.step
         prepared, staged = self._staged, True
-        now_s = self._clock.now()
         if prepared is None or state.staged is None:
             batch = self._need(ref)
             prepared, staged = self._engine.prepare_fwd_bwd_input(batch), False
-            self._watcher.copying(ref.step, ref.index, prepared, now_s=now_s)
+            self._watcher.copying(ref.step, ref.index, prepared, batch, now_s=started_s)
         self._staged = None
         work = self._engine.fwd_bwd(prepared)
-        self._watcher.computing(ref.step, ref.index, work, now_s=self._clock.now())
-        if request.call is not Call.FWD_BWD:
-            fused = self._engine.train_step != state.train_step
-            if fused and request.call is Call.FWD_BWD_DEFER:
-                raise EngineError(
-                    f"{Reason.UPDATE_FUSED.value}: engine {self._name()} updated inside its last"
-                    " fwd_bwd, so no update is left to defer: run without --stage_next_microbatch"
-                )
-        if request.call is Call.FWD_BWD_APPLY:
-            result = self._do_update(state.step)
-            after = advance(state, request, applied=result.applied)
-            self._closed(after, result)
-            return CallResult(
-                state=after,
-                used_staged_input=staged,
-                updated=True,
-                applied=result.applied,
-                dropless_replays=result.dropless_replays,
+        dispatched_s = self._clock.now()
+        self._watcher.computing(ref.step, ref.index, work, now_s=dispatched_s)
+        result = CallResult(used_staged_input=staged, dispatch_seconds=dispatched_s - started_s)
+        if request.call is Call.FWD_BWD_DEFER and self._engine.train_step != state.train_step:
+            raise ParametersMoved(
+                f"{Reason.UPDATE_FUSED.value}: engine {self._name()} updated inside its last"
+                " fwd_bwd, so no update is left to defer: run without --stage_next_microbatch"
             )
-        return CallResult(state=advance(state, request), used_staged_input=staged)
+        if request.call is Call.FWD_BWD_APPLY:
+            return self._close_step(request, result)
+        return replace(result, state=advance(state, request))
 
     def _update(self, request: Request) -> CallResult:
-        state = self._session.step
         if request.call is Call.APPLY_DEFERRED_UPDATE:
-            self._guard_fused(state)
-        result = self._do_update(state.step)
-        after = advance(state, request, applied=result.applied)
-        self._closed(after, result)
-        return CallResult(
+            self._guard_fused(self._session.step)
+        return self._close_step(request, CallResult())
+
+    def _close_step(self, request: Request, result: CallResult) -> CallResult:
+        """Update, and what follows from it; fills in what `result` says of the update."""
+        state, started_s = self._session.step, self._clock.now()
+        update = self._engine.update()
+        ended_s = self._clock.now()
+        self._watcher.updating(state.step, update.completion, now_s=ended_s)
+        after = advance(state, request, applied=update.applied)
+        self._closed(after, update)
+        return replace(
+            result,
             state=after,
             updated=True,
-            applied=result.applied,
-            dropless_replays=result.dropless_replays,
+            applied=update.applied,
+            dropless_replays=update.dropless_replays,
+            update_seconds=ended_s - started_s,
         )
-
-    def _do_update(self, step: int) -> UpdateResult:
-        result = self._engine.update()
-        self._watcher.updating(step, result.completion, now_s=self._clock.now())
-        return result
 
     def _closed(self, after: StepState, result: UpdateResult) -> None:
         if self._engine.train_step != after.train_step:
@@ -560,7 +573,7 @@ class Worker:
     def _abort(self, request: Request) -> CallResult:
         self._engine.abort_step()
         self._staged = None
-        self._watcher.restarted()
+        self._watcher.forget(from_step=self._session.step.step)
         return CallResult(state=advance(self._session.step, request))
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -628,7 +641,7 @@ class Worker:
             )
         self._staged = None
         self._save_failure = ""
-        self._watcher.restarted()
+        self._watcher.forget(from_step=0)
         with self._lock:
             self._metrics.clear()
         state = restored(self._session.step, step=position.step, train_step=position.train_step)
@@ -640,12 +653,20 @@ class Worker:
         assert self._parts.weights is not None
         state = self._session.step
         version = state.train_step
+        others = sum(size for other, size in self._pinned.items() if other != version)
+        limit = self._config.weight_sync_memory_bytes
         try:
-            pinned = self._parts.weights.prepare_weight_sync(self._config.weight_sync_memory_bytes)
+            pinned = self._parts.weights.prepare_weight_sync(max(0, limit - others))
         except MemoryError as error:
-            raise WithdrawnError(self._refuse(Reason.WEIGHT_SYNC_MEMORY, str(error))) from error
+            raise WithdrawnError(
+                self._refuse(
+                    Reason.WEIGHT_SYNC_MEMORY,
+                    f"{error} ({others} of {limit} bytes hold versions that were not released:"
+                    " release_weight_sync, or a larger --weight_sync_memory_bytes)",
+                )
+            ) from error
         with self._lock:
-            self._pinned.add(version)
+            self._pinned[version] = pinned
         return CallResult(state=advance(state, request), device_bytes=pinned, version=version)
 
     def _unpin(self, request: Request, work: Work) -> CallResult:
@@ -654,8 +675,22 @@ class Worker:
         for version in versions:
             self._parts.weights.release_weight_sync(version)
             with self._lock:
-                self._pinned.discard(version)
+                self._pinned.pop(version, None)
         return CallResult(state=advance(self._session.step, request))
+
+
+def _with_late_failure(
+    session: SessionState[CallResult], failure: LateFailure
+) -> SessionState[CallResult]:
+    """The open step is lost; the parameters too, if its update was made of it already."""
+    step = session.step
+    suspect = failure.index == UPDATE or failure.step < step.step
+    if step.phase is Phase.FAILED and (step.parameters_suspect or not suspect):
+        return session  # What follows from the first failure says nothing new.
+    lost = sessions.poisoned(session, str(failure))
+    if not suspect:
+        return lost
+    return replace(lost, step=replace(lost.step, parameters_suspect=True))
 
 
 class WithdrawnError(Exception):
