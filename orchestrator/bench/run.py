@@ -46,7 +46,7 @@ MODELS: Final[Mapping[str, ModelRun]] = {
     ),
     "smollm2-135m": ModelRun(
         rows=2,
-        tokens_per_row=512,
+        tokens_per_row=640,
         groups_per_batch=1,
         num_steps=3,
         worker=("--engine=jax", "--preset=smollm2-135m", "--learning_rate=1e-6"),
