@@ -8,13 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 COMMANDS: Final = {
+    "all": ("orchestrator.bench.suite", "every quick bench, one after the other"),
     "ab": ("orchestrator.bench.ab.main", "a real-gradient A/B by rules written before the run"),
     "boundary": ("orchestrator.bench.boundary", "boundary idle on the real clock, by arm"),
     "latency": ("orchestrator.bench.latency", "health and state while the jax engine works"),
     "packing": ("orchestrator.bench.packing_bench", "packing against bounds and memcpy"),
+    "payload": ("orchestrator.bench.payload", "half a gigabyte a micro-batch, on each plane"),
     "planes": ("orchestrator.bench.plane_bench", "payload planes against memcpy and unary"),
     "read": ("orchestrator.bench.read", "step ruler lines of logs to means and deltas"),
+    "rig": ("orchestrator.bench.rig", "recorded groups, five arms, predicted and scored"),
     "run": ("orchestrator.bench.run", "the main job: recorded rollouts, flags off and on"),
+    "trainer": ("orchestrator.bench.trainer", "the trainer alone on synthetic micro-batches"),
 }
 
 
