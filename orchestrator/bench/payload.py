@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def _most_waited_s(folder: Path) -> float:
     (path,) = folder.glob("*.ndjson")
     spans = [span for span in read_trace(path).device if span.kind == "fwd_bwd"]
     spans.sort(key=lambda span: (span.step, span.index))
-    pairs = zip(spans, spans[1:], strict=False)
+    pairs = itertools.pairwise(spans)
     return max(b.started_s - a.finished_s for a, b in pairs if a.step == b.step)
 
 
