@@ -1,4 +1,4 @@
-"""The spec of an A/B: what the arms are and by which rule they are judged. A TOML file.
+"""The spec of an A/B: what the arms are and by which rule they are judged. A TOML or JSON file.
 
 Two kinds of rule. `band`: every metric of the `on` arm lies, at every judged step, between the two
 `off` arms. `bounds`: at the judged steps, the `on` arm differs from the mean of the `off` arms by
@@ -8,6 +8,8 @@ no more than the metric's bound. The file's hash is printed before the first arm
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +69,7 @@ class Spec:
     on: Arm
     bounds: Mapping[str, Bound]
     sha256: str
+    on_stages: bool = False  # The `on` arm must consume a staged input at every boundary.
 
 
 def _strings(path: Path, where: str, value: object) -> tuple[str, ...]:
@@ -85,14 +88,51 @@ def _table(path: Path, data: Mapping[str, object], key: str) -> Mapping[str, obj
     return value
 
 
+_OURS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "worker": frozenset({"listen", "ready_file"}),
+        "orchestrator": frozenset({"trainer", "rollouts", "run_id", "num_steps", "result_file"}),
+    }
+)
+"""Flags that the tool gives itself: in a spec they would undo what makes the arms comparable."""
+
+
+def _no_flag_of_ours(path: Path, key: str, flags: tuple[str, ...]) -> tuple[str, ...]:
+    for flag in flags:
+        name = flag.lstrip("-").partition("=")[0]
+        if name in _OURS[key]:
+            raise SpecError(f"{path}: {key} flag {flag}: the A/B sets --{name} itself; remove it")
+    return flags
+
+
 def _arm(path: Path, common: Mapping[str, object], own: Mapping[str, object], name: str) -> Arm:
     def both(key: str) -> tuple[str, ...]:
-        return (
+        flags = (
             *_strings(path, f"common.{key}", common.get(key, [])),
             *_strings(path, f"{name}.{key}", own.get(key, [])),
         )
+        return _no_flag_of_ours(path, key, flags)
 
     return Arm(worker=both("worker"), orchestrator=both("orchestrator"))
+
+
+def _limit(path: Path, where: str, value: object) -> float:
+    """A number of 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SpecError(f"{path}: {where} is {value!r}; it is a number")
+    if value < 0:
+        raise SpecError(f"{path}: {where} is {value}; it is a distance, 0 or more")
+    return float(value)
+
+
+def _switch(path: Path, where: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"{path}: {where} is {value!r}; use true or false")
+    return value
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _bounds(path: Path, data: Mapping[str, object]) -> Mapping[str, Bound]:
@@ -103,13 +143,14 @@ def _bounds(path: Path, data: Mapping[str, object]) -> Mapping[str, Bound]:
         unknown = sorted(set(value) - {"passes", "fails", "absolute"})
         if unknown:
             raise SpecError(f"{path}: [bounds.{name}] has the unknown key {unknown[0]!r}")
+        where, default = f"bounds.{name}", bounds[name]
         bound = Bound(
-            passes=float(value.get("passes", bounds[name].passes)),
-            fails=float(value.get("fails", bounds[name].fails)),
-            absolute=bool(value.get("absolute", bounds[name].absolute)),
+            passes=_limit(path, f"{where}.passes", value.get("passes", default.passes)),
+            fails=_limit(path, f"{where}.fails", value.get("fails", default.fails)),
+            absolute=_switch(path, f"{where}.absolute", value.get("absolute", default.absolute)),
         )
-        if not 0 <= bound.passes <= bound.fails:
-            raise SpecError(f"{path}: [bounds.{name}] needs 0 <= passes <= fails, got {bound}")
+        if bound.passes > bound.fails:
+            raise SpecError(f"{path}: [{where}] needs passes <= fails, got {bound}")
         bounds[name] = bound
     return MappingProxyType(bounds)
 
@@ -118,10 +159,13 @@ def read_spec(path: Path) -> Spec:
     """Raises `SpecError`."""
     try:
         data = path.read_bytes()
-        content = tomllib.loads(data.decode())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        text = data.decode()
+        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:  # ValueError: what both readers' own errors are.
         raise SpecError(f"{path}: {error}") from error
-    known = {"name", "kind", "steps", "num_steps", "common", "off", "on", "bounds"}
+    if not isinstance(content, dict):
+        raise SpecError(f"{path}: is no table of keys")
+    known = {"name", "kind", "steps", "num_steps", "on_stages", "common", "off", "on", "bounds"}
     unknown = sorted(set(content) - known)
     if unknown:
         raise SpecError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
@@ -130,23 +174,24 @@ def read_spec(path: Path) -> Spec:
         raise SpecError(f"{path}: kind is {kind!r}; use 'band' or 'bounds'")
     default_steps = [0, 1, 2] if kind == "band" else [0]
     steps = content.get("steps", default_steps)
-    if (
-        not isinstance(steps, list)
-        or not steps
-        or not all(isinstance(step, int) and step >= 0 for step in steps)
-    ):
+    if not isinstance(steps, list) or not steps or not all(_whole(step) for step in steps):
         raise SpecError(f"{path}: steps is {steps!r}; it is a list of step numbers from 0")
     num_steps = content.get("num_steps", max(steps) + 2)
-    if not isinstance(num_steps, int) or num_steps <= max(steps):
+    if not _whole(num_steps) or num_steps <= max(steps):
         raise SpecError(f"{path}: num_steps is {num_steps!r}; it must exceed step {max(steps)}")
     common = _table(path, content, "common")
+    off = _arm(path, common, _table(path, content, "off"), "off")
+    on = _arm(path, common, _table(path, content, "on"), "on")
+    if off == on:
+        raise SpecError(f"{path}: the arms have the same flags, so nothing is compared; fill [on]")
     return Spec(
         name=str(content.get("name", path.stem)),
         kind=kind,
         steps=tuple(steps),
         num_steps=num_steps,
-        off=_arm(path, common, _table(path, content, "off"), "off"),
-        on=_arm(path, common, _table(path, content, "on"), "on"),
+        off=off,
+        on=on,
         bounds=_bounds(path, content),
         sha256=hashlib.sha256(data).hexdigest(),
+        on_stages=_switch(path, "on_stages", content.get("on_stages", False)),
     )
