@@ -217,6 +217,11 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         check_run_id(RUN_ID.value or "")
     except CodecError as error:
         raise ConfigError(f"--{error}") from error
+    if OLD_LOGPROBS.value == "trainer":
+        raise ConfigError(
+            "--old_logprobs=trainer: the trainer's own scoring pass is not connected to the feeder"
+            " yet; use current or sampler"
+        )
     pipeline, staging, notes = _switches(environment)
     try:
         plan = RunPlan(
