@@ -357,7 +357,7 @@ steps = [0, 1]
 num_steps = 2
 [common]
 worker = ["--engine=jax", "--preset=tiny"]
-orchestrator = ["--rows=1", "--tokens_per_row=512", "--groups_per_batch=1"]
+orchestrator = ["--rows=1", "--tokens_per_row=1024", "--groups_per_batch=1"]
 [off]
 worker = ["--learning_rate=1e-3"]
 [on]
