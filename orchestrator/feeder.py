@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import grpc
 
-from orchestrator.calls import Event, GaveUp, Ready, SourceEnded
+from orchestrator.calls import Event, GaveUp, PutRefused, Ready, SourceEnded
 from orchestrator.ports import StepSummary
 from prestage.microbatch import MicroBatch
 from prestage.protocol import Reason
@@ -26,8 +26,17 @@ from prestage.wire.errors import Refusal, classify
 log = logging.getLogger("prestage.feeder")
 
 
-_PASSING: Final = (Reason.DRAINING, Reason.STARTING)
+_PASSING: Final = (Reason.DRAINING, Reason.STARTING, Reason.TOO_MANY_UPLOADS)
 """Refusals that another worker process, or the same one later, will not give."""
+
+
+_ITS_STATE: Final = (
+    Reason.STALE_INCARNATION,
+    Reason.STALE_EPOCH,
+    Reason.NO_RUN,
+    Reason.STEP_FAILED,
+)
+"""Refusals that come from the worker's state, which only the runner's calls can settle."""
 
 
 class SourceError(Exception):
@@ -205,10 +214,11 @@ class Feeder:
         return False
 
     def _refused(self, generation: int, batch: MicroBatch, refusal: Refusal) -> bool:
-        if refusal.reason in (Reason.STALE_INCARNATION, Reason.STALE_EPOCH, Reason.NO_RUN):
-            return False  # The runner learns of it from its own calls and starts the step again.
-        if refusal.reason is Reason.STEP_FAILED:
-            return False  # Likewise.
+        if refusal.reason in _ITS_STATE:
+            # The runner asks: it may be waiting for these very bytes and have no call to make.
+            why = f"put of micro-batch {batch.id} was refused: {refusal.message}"
+            self._post(generation, PutRefused(why=why))
+            return False
         self._post(
             generation,
             GaveUp(why=f"put of micro-batch {batch.id} was refused: {refusal.message}"),

@@ -1,7 +1,8 @@
 """The one thread that touches the engine. RPC threads hand it jobs and wait.
 
-Consumes: jobs, first in first out; OpenRun goes to the front, so that calls of older epochs that
-still wait are fenced off when they are reached. A caller that stops waiting does not stop its job.
+Consumes: jobs, first in first out; those of OpenRun before all others, so that calls of older epochs
+that still wait are fenced off when they are reached, and in their own order, so that the newest caller
+ends up with the newest epoch. A caller that stops waiting does not stop its job.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class DeviceThread:
 
     def __init__(self, name: str = "device") -> None:
         self._jobs: deque[Callable[[], None]] = deque()
+        self._urgent: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._draining = False
         self._busy_with = ""
@@ -38,10 +40,10 @@ class DeviceThread:
     @property
     def waiting(self) -> int:
         with self._changed:
-            return len(self._jobs)
+            return len(self._urgent) + len(self._jobs)
 
-    def submit(self, name: str, work: Callable[[], T], *, front: bool = False) -> Future[T]:
-        """Queue a job. Raises `Draining`."""
+    def submit(self, name: str, work: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+        """Queue a job, `urgent` ones before all others. Raises `Draining`."""
         future: Future[T] = Future()
 
         def job() -> None:
@@ -56,22 +58,21 @@ class DeviceThread:
         with self._changed:
             if self._draining:
                 raise Draining
-            if front:
-                self._jobs.appendleft(job)
-            else:
-                self._jobs.append(job)
+            (self._urgent if urgent else self._jobs).append(job)
             self._changed.notify_all()
         return future
 
     def _serve(self) -> None:
         while True:
             with self._changed:
-                while not self._jobs and not self._draining:
+                while not self._urgent and not self._jobs and not self._draining:
                     self._changed.wait()
-                if not self._jobs:
+                jobs = self._urgent or self._jobs
+                if not jobs:
                     return
-                job = self._jobs.popleft()
+                job = jobs.popleft()
             job()
+            del job  # It holds its arguments: not until the next one comes.
 
     def drain(self, timeout_s: float) -> bool:
         """Take no new job, finish those queued, join. False when the timeout came first."""

@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from prestage.trace import TraceWriter
+from prestage.trace import DeviceRecord, TraceWriter
+from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.channel import bind, is_local, make_server, status_address
 from prestage.wire.limits import WireLimits
 from prestage.wire.shm_plane import SharedMemoryUnavailable, WorkerSlots
@@ -17,10 +18,12 @@ from trainer_worker.clock import Clock, RealClock
 from trainer_worker.device_thread import DeviceThread
 from trainer_worker.engine import EngineParts
 from trainer_worker.epoch_file import EpochFile
-from trainer_worker.service import ServiceConfig, StorePort, TrainerService, add_to_server
+from trainer_worker.front import FrontDoor
+from trainer_worker.metrics import WorkerMetrics
+from trainer_worker.service import ServiceConfig, StorePort, TrainerService, handlers_of
 from trainer_worker.status_server import StatusServer
 from trainer_worker.watcher import ThreadWatcher, Watcher
-from trainer_worker.worker import Worker, WorkerConfig
+from trainer_worker.worker import Worker, WorkerConfig, WorkerCounters
 
 log = logging.getLogger("prestage.worker")
 
@@ -56,17 +59,20 @@ def _slots() -> WorkerSlots | None:
 
 
 class WorkerServer:
-    """A serving worker."""
+    """One worker process: takes its addresses, answers STARTING, and serves once it has an engine."""
 
     def __init__(
         self,
         config: ServerConfig,
-        parts: EngineParts,
+        parts: EngineParts | None = None,
         *,
         clock: Clock | None = None,
         watcher: Watcher | None = None,
     ) -> None:
-        """Binds both ports. Raises `AddressError`, `InsecureAddress`, `StateFolderError`."""
+        """Binds both ports; serves `parts` if given, else once `serve` brings them.
+
+        Raises `AddressError`, `InsecureAddress`, `StateFolderError`.
+        """
         health_listen = config.health_listen or status_address(config.listen)
         for flag, address in (("--listen", config.listen), ("--health_listen", health_listen)):
             if not is_local(address) and not config.insecure:
@@ -75,49 +81,88 @@ class WorkerServer:
                     " loopback address, or say --insecure"
                 )
         self._config = config
-        clock = clock or RealClock()
+        self._clock = clock or RealClock()
+        self._given_watcher = watcher
         self.incarnation = secrets.token_hex(8)
-        self._trace = None
+        self.health_address = health_listen
+        self._service: TrainerService | None = None
+        self._worker: Worker | None = None
+        self._trace: TraceWriter | None = None
+        self._slots: WorkerSlots | None = None
+        self._front = FrontDoor(self.incarnation)
+        self._server = make_server(RPC_THREADS, name="rpc")
+        self._server.add_generic_rpc_handlers((self._front,))
+        self.port = bind(self._server, "--listen", config.listen)
+        self.status = StatusServer(self.state, health_listen)
+        # After the addresses: a second worker must not touch the first one's folders.
+        self._epochs = EpochFile(config.state_dir)
+        self._store = MicroBatchStore(config.store_memory_bytes, self._next_needed)
+        self.metrics = WorkerMetrics(self.state, store=self._store.stats, counters=self._counters)
+        if parts is not None:
+            self.serve(parts)
+
+    def serve(self, parts: EngineParts) -> None:
+        """The engine is there: from now on calls are carried out."""
+        config, clock = self._config, self._clock
         if config.trace_dir is not None:
             self._trace = TraceWriter(
                 config.trace_dir / f"worker-{self.incarnation}.ndjson",
                 side="worker",
                 clock_origin_s=time.time() - time.monotonic(),
             )
-        epochs = EpochFile(config.state_dir)
-        store = MicroBatchStore(config.store_memory_bytes, self._next_needed)
-        self._worker: Worker | None = None
         self._worker = worker = Worker(
             parts=parts,
-            store=StorePort(store),
-            watcher=watcher
-            or ThreadWatcher(clock, None if self._trace is None else self._trace.write),
+            store=StorePort(self._store),
+            watcher=self._given_watcher or ThreadWatcher(clock, self._on_device),
             clock=clock,
             incarnation=self.incarnation,
             config=WorkerConfig(
                 staging_memory_bytes=config.staging_memory_bytes,
                 weight_sync_memory_bytes=config.weight_sync_memory_bytes,
             ),
-            first_epoch=epochs.epoch,
+            first_epoch=self._epochs.epoch,
+            on_save=self.status.set_checkpoints,
         )
         self._slots = _slots() if config.shared_memory else None
-        self.service = TrainerService(
+        self._service = TrainerService(
             worker=worker,
-            store=store,
+            store=self._store,
             device=DeviceThread(),
-            epochs=epochs,
+            epochs=self._epochs,
             clock=clock,
             config=ServiceConfig(
                 staging_memory_bytes=config.staging_memory_bytes, limits=WireLimits()
             ),
             trace=self._trace,
             slots=self._slots,
+            observe=self.metrics.on_call,
         )
-        self._server = make_server(RPC_THREADS, name="rpc")
-        add_to_server(self.service, self._server)
-        self.port = bind(self._server, "--listen", config.listen)
-        self.status = StatusServer(self.service, health_listen)
-        self.health_address = health_listen
+        self._front.open(handlers_of(self._service))
+        self.status.set_serving(True)
+
+    @property
+    def service(self) -> TrainerService:
+        """Raises `RuntimeError` before `serve`."""
+        if self._service is None:
+            raise RuntimeError("the worker has no engine yet: call serve first")
+        return self._service
+
+    def state(self) -> pb.WorkerState:
+        """The state now, also while the engine loads. Safe from any thread."""
+        return self._front.state() if self._service is None else self._service.state()
+
+    def _counters(self) -> WorkerCounters:
+        return WorkerCounters() if self._worker is None else self._worker.counters
+
+    def _on_device(self, record: DeviceRecord) -> None:
+        """On the watcher's threads."""
+        if self._trace is not None:
+            self._trace.write(record)
+        self.metrics.on_device(record)
+        if record.kind == "fwd_bwd" and record.index == 0 and self._worker is not None:
+            idle_seconds = self._worker.watcher.facts(record.step - 1).idle_seconds
+            if idle_seconds >= 0:
+                self.metrics.on_boundary(idle_seconds)
 
     def _next_needed(self) -> tuple[int, int]:
         if self._worker is None:
@@ -132,7 +177,7 @@ class WorkerServer:
     def stop(self) -> bool:
         """Not serving, finish the running call, let go of the device. False: the grace ran out."""
         self.status.set_serving(False)
-        drained = self.service.drain(self._config.grace_s)
+        drained = self._service is None or self._service.drain(self._config.grace_s)
         # Handlers still answer what the drained calls returned.
         self._server.stop(1.0).wait()
         self.status.stop(0.5).wait()
@@ -141,7 +186,5 @@ class WorkerServer:
         if self._trace is not None:
             self._trace.close()
         if not drained:
-            log.error(
-                "the running call did not end within the grace of %.0f s", self._config.grace_s
-            )
+            log.error("the device did not come to rest within %.0f s", self._config.grace_s)
         return drained

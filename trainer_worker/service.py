@@ -6,13 +6,16 @@ Every answer that is not OK carries ErrorInfo; see prestage/wire/errors.py.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
+import numpy as np
 
 from prestage.microbatch import MicroBatch
 from prestage.protocol import (
@@ -53,8 +56,8 @@ from prestage.wire.validate import check_values
 from trainer_worker import sessions
 from trainer_worker.clock import Clock
 from trainer_worker.device_thread import DeviceThread, Draining
-from trainer_worker.engine import CompileSpec, ScoreResult
-from trainer_worker.epoch_file import EpochFile
+from trainer_worker.engine import CompileSpec, ScoreResult, WeightExportEngine
+from trainer_worker.epoch_file import EpochFile, StateFolderError
 from trainer_worker.sessions import CallKey
 from trainer_worker.worker import (
     BatchDamaged,
@@ -63,13 +66,26 @@ from trainer_worker.worker import (
     StepSnapshot,
     Work,
     Worker,
+    WorkerSnapshot,
 )
 
 log = logging.getLogger("prestage.worker")
 T = TypeVar("T")
 EXPORT_CHUNK_BYTES: Final = 1 << 20
 FACTS_WAIT_S: Final = 5.0
-RawPutHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse]"
+_ITEMSIZES: Final[Mapping[str, int]] = {
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "float32": 4,
+    "bfloat16": 2,
+    "int64": 8,
+}
+MAX_UPLOADS: Final = 12
+"""At a time. Fewer than there are RPC threads: control never waits for bytes."""
+Observe: TypeAlias = Callable[[Call, str, float], None]
+"""Takes a call that the device thread dealt with, its outcome, and its seconds there."""
+MethodHandler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 
 
 class StorePort:
@@ -119,8 +135,9 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         config: ServiceConfig,
         trace: TraceWriter | None = None,
         slots: WorkerSlots | None = None,
+        observe: Observe | None = None,
     ) -> None:
-        """`slots`: the shared-memory plane; None offers streams only."""
+        """`slots`: the shared-memory plane; None offers streams only. `observe`: hears of calls."""
         self._worker = worker
         self._store = store
         self._device = device
@@ -128,29 +145,40 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self._clock = clock
         self._config = config
         self._trace = trace
+        self._observe = observe
         self._receiver = PutReceiver(
             store, config.limits, self._check_put, self._validate, shared_memory=slots
         )
         self._slots = slots
-        self._lifecycle = Lifecycle.SERVING
+        self._compiling = False
+        self._draining = False
+        self._uploads = threading.BoundedSemaphore(MAX_UPLOADS)
         self._backgrounds: set[threading.Thread] = set()
-        self._open_lock = threading.Lock()
 
     # -- lifecycle --------------------------------------------------------------------------------
 
     @property
     def lifecycle(self) -> Lifecycle:
-        return self._lifecycle
+        if self._draining:
+            return Lifecycle.DRAINING
+        return Lifecycle.COMPILING if self._compiling else Lifecycle.SERVING
 
     def drain(self, timeout_s: float) -> bool:
-        """No new call, finish the running one, make the last checkpoint durable."""
-        self._lifecycle = Lifecycle.DRAINING
-        drained = self._device.drain(timeout_s)
-        for thread in list(self._backgrounds):
-            thread.join(timeout=timeout_s)
-        if drained:
-            self._worker.close()
-        return drained
+        """No new call, finish the running one, make the last checkpoint durable. False: no time."""
+        give_up_s = time.monotonic() + timeout_s
+
+        def left_s() -> float:
+            return max(0.0, give_up_s - time.monotonic())
+
+        self._draining = True
+        if not self._device.drain(left_s()):
+            return False
+        backgrounds = list(self._backgrounds)
+        for thread in backgrounds:
+            thread.join(timeout=left_s())
+        if any(thread.is_alive() for thread in backgrounds):
+            return False
+        return self._worker.close(left_s())
 
     def _background(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -189,11 +217,11 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         name: str,
         work: Callable[[], T],
         *,
-        front: bool = False,
+        urgent: bool = False,
     ) -> T:
         """Run on the device thread and wait, whatever becomes of the caller."""
         try:
-            future: Future[T] = self._device.submit(name, work, front=front)
+            future: Future[T] = self._device.submit(name, work, urgent=urgent)
         except Draining:
             abort_with(
                 context,
@@ -229,33 +257,39 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
     def _traced(self, key: CallKey, request: Request, work: Work) -> CallResult | Refusal:
         before = self._worker.snapshot().session
         started_s = self._clock.now()
-        if request.call is Call.COMPILE:
-            self._lifecycle = Lifecycle.COMPILING
+        self._compiling = request.call is Call.COMPILE
         try:
             outcome = self._worker.call(key, request, work)
         finally:
-            if self._lifecycle is Lifecycle.COMPILING:
-                self._lifecycle = Lifecycle.SERVING
-        self._write_trace(key, request, outcome, before, started_s)
+            self._compiling = False
+        after = self._worker.snapshot().session
+        if isinstance(outcome, Refusal):
+            result = outcome.reason.value
+        elif after.last_seq == before.last_seq:
+            result = "replayed"
+        else:
+            result = "ok" if outcome.error is None else outcome.error.reason.value
+        used_staged = isinstance(outcome, CallResult) and outcome.used_staged_input
+        self._write_trace(key, request, result, before, started_s, used_staged=used_staged)
         return outcome
 
     def _write_trace(
         self,
         key: CallKey,
         request: Request,
-        outcome: CallResult | Refusal,
+        result: str,
         before: sessions.SessionState[CallResult],
         started_s: float,
+        *,
+        used_staged: bool = False,
     ) -> None:
+        """On the device thread, so that lines stand in the order in which calls took effect."""
+        seconds = self._clock.now() - started_s
+        if self._observe is not None:
+            self._observe(request.call, result, seconds)
         if self._trace is None:
             return
         after = self._worker.snapshot().session
-        if isinstance(outcome, Refusal):
-            result = outcome.reason.value
-        elif outcome.error is not None:
-            result = outcome.error.reason.value
-        else:
-            result = "ok" if after.last_seq != before.last_seq else "replayed"
         batch = request.batch
         self._trace.write(
             TraceRecord(
@@ -268,24 +302,24 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 step=before.step.step if batch is None else batch.step,
                 index=-1 if batch is None else batch.index,
                 digest="" if batch is None else batch.digest,
-                used_staged_input=isinstance(outcome, CallResult) and outcome.used_staged_input,
+                used_staged_input=used_staged,
                 phase_before=before.step.phase.value,
                 phase_after=after.step.phase.value,
                 train_step_after=after.step.train_step,
                 outcome=result,
                 started_s=started_s,
-                seconds=self._clock.now() - started_s,
+                seconds=seconds,
             )
         )
 
     # -- always -----------------------------------------------------------------------------------
 
-    def state(self) -> pb.WorkerState:
-        """The state now; waits for nothing."""
-        snapshot = self._worker.snapshot()
+    def state(self, snapshot: WorkerSnapshot | None = None) -> pb.WorkerState:
+        """The state now (or then); waits for nothing."""
+        snapshot = snapshot or self._worker.snapshot()
         session = snapshot.session
         message = pb.WorkerState(
-            lifecycle=lifecycle_to_proto(self._lifecycle),
+            lifecycle=lifecycle_to_proto(self.lifecycle),
             run_id=session.run_id,
             incarnation=session.incarnation,
             epoch=session.epoch,
@@ -311,6 +345,8 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         if not request.with_parameter_digest:
             return pb.GetStateResponse(state=self.state())
         digest = self._run(context, "parameter_digest", self._worker.parameter_digest)
+        if isinstance(digest, Refusal):
+            self._refuse(context, digest)
         state = self.state()
         state.parameter_digest = digest
         return pb.GetStateResponse(state=state)
@@ -355,19 +391,45 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         except CodecError as error:
             self._invalid(context, str(error))
 
-        def work() -> Refusal | None:
-            session = self._worker.snapshot().session
-            # Judge first: a refused caller must not fence off the one that trains.
-            judged = sessions.open_run(session, request.run_id, session.epoch + 1)
-            if isinstance(judged, Refusal):
-                return judged
-            opened = self._worker.open_run(request.run_id, self._epochs.advance())
-            return opened if isinstance(opened, Refusal) else None
+        opened = self._run(
+            context, "open_run", lambda: self._open(request.run_id, context.is_active), urgent=True
+        )
+        if isinstance(opened, Refusal):
+            self._refuse(context, opened)
+        # Not the state now: by now the epoch may be another caller's.
+        return pb.OpenRunResponse(state=self.state(opened))
 
-        refusal = self._run(context, "open_run", work, front=True)
-        if refusal is not None:
-            self._refuse(context, refusal)
-        return pb.OpenRunResponse(state=self.state())
+    def _open(self, run_id: str, wanted: Callable[[], bool]) -> Refusal | WorkerSnapshot:
+        before = self._worker.snapshot().session
+        started_s = self._clock.now()
+        outcome = self._judged_open(run_id, before, wanted)
+        opened = before if isinstance(outcome, Refusal) else outcome.session
+        key = CallKey(run_id=run_id, incarnation=opened.incarnation, epoch=opened.epoch, seq=0)
+        result = outcome.reason.value if isinstance(outcome, Refusal) else "ok"
+        self._write_trace(key, Request(call=Call.OPEN_RUN), result, before, started_s)
+        return outcome
+
+    def _judged_open(
+        self,
+        run_id: str,
+        before: sessions.SessionState[CallResult],
+        wanted: Callable[[], bool],
+    ) -> Refusal | WorkerSnapshot:
+        allowed = allowed_calls(before.step.phase)
+        if not wanted():
+            # Its caller waited for a running call and gave up: it must not fence off a later one.
+            why = "open_run: the caller is gone"
+            return Refusal(reason=Reason.STALE_EPOCH, message=why, allowed=allowed)
+        # Judge first: a refused caller must not fence off the one that trains.
+        judged = sessions.open_run(before, run_id, before.epoch + 1)
+        if isinstance(judged, Refusal):
+            return judged
+        try:
+            epoch = self._epochs.advance()
+        except StateFolderError as error:
+            log.error("open_run: %s", error)
+            return Refusal(reason=Reason.EPOCH_NOT_DURABLE, message=str(error), allowed=allowed)
+        return self._worker.open_run(run_id, epoch)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -415,8 +477,8 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             context, request.key, Request(call=call, batch=self._batch(context, request.batch))
         )
         response = pb.FwdBwdResponse(
-            state=self._state_of(result),
-            dispatch_seconds=result.seconds,
+            state=self._state_of(request.key, result),
+            dispatch_seconds=result.dispatch_seconds,
             used_staged_input=result.used_staged_input,
         )
         if result.updated:
@@ -432,7 +494,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             Request(call=Call.STAGE_FWD_BWD, batch=self._batch(context, request.batch)),
         )
         return pb.StageFwdBwdResponse(
-            state=self._state_of(result),
+            state=self._state_of(request.key, result),
             stage_seconds=result.seconds,
             device_bytes=result.device_bytes,
         )
@@ -441,29 +503,34 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self, request: pb.ApplyDeferredUpdateRequest, context: grpc.ServicerContext
     ) -> pb.UpdateResponse:
         result = self._sequenced(context, request.key, Request(call=Call.APPLY_DEFERRED_UPDATE))
-        return pb.UpdateResponse(state=self._state_of(result), update=self._outcome(result))
+        return pb.UpdateResponse(
+            state=self._state_of(request.key, result), update=self._outcome(result)
+        )
 
     def Update(self, request: pb.UpdateRequest, context: grpc.ServicerContext) -> pb.UpdateResponse:
         result = self._sequenced(context, request.key, Request(call=Call.UPDATE))
-        return pb.UpdateResponse(state=self._state_of(result), update=self._outcome(result))
+        return pb.UpdateResponse(
+            state=self._state_of(request.key, result), update=self._outcome(result)
+        )
 
     def AbortStep(
         self, request: pb.AbortStepRequest, context: grpc.ServicerContext
     ) -> pb.AbortStepResponse:
         result = self._sequenced(context, request.key, Request(call=Call.ABORT_STEP))
-        return pb.AbortStepResponse(state=self._state_of(result))
+        return pb.AbortStepResponse(state=self._state_of(request.key, result))
 
-    def _state_of(self, result: CallResult) -> pb.WorkerState:
+    def _state_of(self, key: pb.CallKey, result: CallResult) -> pb.WorkerState:
         """The state as it was after the call (a replay answers the first one's)."""
-        session = self._worker.snapshot().session
+        snapshot = self._worker.snapshot()
         message = pb.WorkerState(
-            lifecycle=lifecycle_to_proto(self._lifecycle),
-            run_id=session.run_id,
-            incarnation=session.incarnation,
-            epoch=session.epoch,
-            last_seq=session.last_seq,
-            compiled=session.compiled,
-            durable_step=self._worker.snapshot().durable_step,
+            lifecycle=lifecycle_to_proto(self.lifecycle),
+            run_id=key.run_id,
+            incarnation=key.incarnation,
+            epoch=key.epoch,
+            last_seq=key.seq,
+            compiled=snapshot.session.compiled,
+            durable_step=snapshot.durable_step,
+            backend_compiles=snapshot.backend_compiles,
         )
         step_state_into_proto(result.state, message)
         return message
@@ -472,7 +539,10 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         return pb.UpdateOutcome(
             applied=result.applied,
             dropless_replays=result.dropless_replays,
-            update_seconds=result.seconds,
+            update_seconds=result.update_seconds,
+            device_wait_seconds=self._worker.watcher.facts(
+                result.state.step - 1
+            ).device_wait_seconds,
         )
 
     # -- reading ----------------------------------------------------------------------------------
@@ -546,11 +616,22 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
     ) -> ScoreResult | dict[str, float]:
         ref = self._batch(context, batch)
         outcome = self._run(
-            context, call.value, lambda: self._worker.score(run_id, epoch, ref, call)
+            context, call.value, lambda: self._traced_score(run_id, epoch, ref, call)
         )
         if isinstance(outcome, Refusal):
             self._refuse(context, outcome)
         return outcome if isinstance(outcome, ScoreResult) else dict(outcome)
+
+    def _traced_score(
+        self, run_id: str, epoch: int, ref: BatchRef, call: Call
+    ) -> ScoreResult | Mapping[str, float] | Refusal:
+        before = self._worker.snapshot().session
+        started_s = self._clock.now()
+        outcome = self._worker.score(run_id, epoch, ref, call)
+        key = CallKey(run_id=run_id, incarnation=before.incarnation, epoch=epoch, seq=0)
+        result = outcome.reason.value if isinstance(outcome, Refusal) else "ok"
+        self._write_trace(key, Request(call=call, batch=ref), result, before, started_s)
+        return outcome
 
     # -- checkpoints and weights ------------------------------------------------------------------
 
@@ -566,7 +647,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             Work(data_cursor=request.data_cursor, background=self._background),
         )
         return pb.SaveCheckpointResponse(
-            state=self._state_of(result),
+            state=self._state_of(request.key, result),
             step=result.saved_step,
             snapshot_seconds=result.seconds,
         )
@@ -580,7 +661,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             Request(call=Call.RESTORE_CHECKPOINT, detail=f"step={request.step}"),
             Work(restore_step=None if request.step < 0 else request.step),
         )
-        response = pb.RestoreCheckpointResponse(state=self._state_of(result))
+        response = pb.RestoreCheckpointResponse(state=self._state_of(request.key, result))
         if result.position is not None:
             response.data_cursor = result.position.data_cursor
             response.saved_run_id = result.position.run_id
@@ -593,7 +674,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
     ) -> pb.PrepareWeightSyncResponse:
         result = self._sequenced(context, request.key, Request(call=Call.PREPARE_WEIGHT_SYNC))
         return pb.PrepareWeightSyncResponse(
-            state=self._state_of(result),
+            state=self._state_of(request.key, result),
             version=result.version,
             pinned_bytes=result.device_bytes,
         )
@@ -607,7 +688,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             Request(call=Call.RELEASE_WEIGHT_SYNC, detail=f"version={request.version}"),
             Work(version=request.version),
         )
-        return pb.ReleaseWeightSyncResponse(state=self._state_of(result))
+        return pb.ReleaseWeightSyncResponse(state=self._state_of(request.key, result))
 
     def ExportWeights(
         self, request: pb.ExportWeightsRequest, context: grpc.ServicerContext
@@ -628,24 +709,23 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 f"version {request.version} is not pinned: call prepare_weight_sync after its update",
                 self._metadata(),
             )
-        manifest = pb.WeightManifest(version=request.version)
-        infos = weights.export_manifest(request.version)
-        for info in infos:
-            array = weights.export_tensor(request.version, info.name)
-            manifest.tensors.add(
-                name=info.name,
-                dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{info.dtype.upper()}"),
-                shape=info.shape,
-                digest=info.digest,
-                bytes=array.nbytes,
+        try:
+            yield from _exported(weights, request.version, chunk_bytes)
+        except Exception as error:
+            if not self._worker.pinned(request.version):
+                abort_with(
+                    context,
+                    Reason.VERSION_NOT_PINNED,
+                    f"version {request.version} was released while it was exported",
+                    self._metadata(),
+                )
+            log.exception("the engine raised in the export of version %d", request.version)
+            abort_with(
+                context,
+                Reason.ENGINE_FAILED,
+                f"export of version {request.version}: {type(error).__name__}: {error}",
+                self._metadata(),
             )
-            manifest.total_bytes += array.nbytes
-        yield pb.ExportWeightsResponse(manifest=manifest)
-        for info in infos:
-            flat = weights.export_tensor(request.version, info.name).tobytes()
-            for start in range(0, len(flat), chunk_bytes):
-                yield pb.ExportWeightsResponse(chunk=flat[start : start + chunk_bytes])
-        yield pb.ExportWeightsResponse(end=pb.WeightsEnd(total_bytes=manifest.total_bytes))
 
     # -- puts -------------------------------------------------------------------------------------
 
@@ -688,14 +768,49 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self, parts: Iterator[Part], context: grpc.ServicerContext
     ) -> tensor_pb2.PutMicroBatchResponse:
         """PutMicroBatch, behind its own raw (de)serialiser."""
-        if self._lifecycle is Lifecycle.DRAINING:
+        if self._draining:
             abort_with(context, Reason.DRAINING, "the worker is shutting down", self._metadata())
+        if not self._uploads.acquire(blocking=False):
+            abort_with(
+                context,
+                Reason.TOO_MANY_UPLOADS,
+                f"put_micro_batch: {MAX_UPLOADS} uploads are under way: put fewer at a time",
+                self._metadata(),
+            )
         try:
             return self._receiver.take(parts, context.is_active)
         except _PutRefused as error:
             self._refuse(context, error.refusal)
         except WireError as error:
             abort_with(context, REASON_OF_ERROR[type(error)], str(error), self._metadata())
+        finally:
+            self._uploads.release()
+
+
+def _exported(
+    weights: WeightExportEngine, version: int, chunk_bytes: int
+) -> Iterator[pb.ExportWeightsResponse]:
+    """A pinned version as its manifest, chunks in manifest order, and the end."""
+    manifest = pb.WeightManifest(version=version)
+    infos = weights.export_manifest(version)
+    for info in infos:
+        itemsize = _ITEMSIZES[info.dtype]
+        size = math.prod(info.shape) * itemsize
+        manifest.tensors.add(
+            name=info.name,
+            dtype=tensor_pb2.DataType.Value(f"DATA_TYPE_{info.dtype.upper()}"),
+            shape=info.shape,
+            digest=info.digest,
+            bytes=size,
+        )
+        manifest.total_bytes += size
+    yield pb.ExportWeightsResponse(manifest=manifest)
+    for info in infos:
+        array = np.ascontiguousarray(weights.export_tensor(version, info.name))
+        flat = array.reshape(-1).view(np.uint8).data
+        for start in range(0, len(flat), chunk_bytes):
+            yield pb.ExportWeightsResponse(chunk=bytes(flat[start : start + chunk_bytes]))
+    yield pb.ExportWeightsResponse(end=pb.WeightsEnd(total_bytes=manifest.total_bytes))
 
 
 class _PutRefused(Exception):
@@ -717,36 +832,37 @@ class _RawParts:
         return parse_part(next(self._messages))
 
 
-class _WithRawPut:
-    """Stands in for the server while the generated code registers: swaps PutMicroBatch's handler."""
+class _Collector:
+    """Stands in for the server while the generated code registers: keeps the handlers."""
 
-    def __init__(self, server: grpc.Server, handler: RawPutHandler) -> None:
-        self._server = server
-        self._handler = handler
+    def __init__(self) -> None:
+        self.handlers: dict[str, MethodHandler] = {}
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         del handlers  # The registered handlers below know every method.
 
     def add_registered_method_handlers(
-        self, service_name: str, method_handlers: Mapping[str, RawPutHandler]
+        self, service_name: str, method_handlers: Mapping[str, MethodHandler]
     ) -> None:
-        handlers = {**method_handlers, "PutMicroBatch": self._handler}
-        generic = grpc.method_handlers_generic_handler(service_name, handlers)
-        self._server.add_generic_rpc_handlers((generic,))
+        del service_name
+        self.handlers.update(method_handlers)
 
 
-def add_to_server(service: TrainerService, server: grpc.Server) -> None:
-    """Register the service, with PutMicroBatch on its raw handler."""
+def handlers_of(service: TrainerService) -> Mapping[str, MethodHandler]:
+    """Every method's handler by name, with PutMicroBatch on its raw one."""
 
     def put(
         messages: Iterator[bytes], context: grpc.ServicerContext
     ) -> tensor_pb2.PutMicroBatchResponse:
         return service.put(iter(_RawParts(messages)), context)
 
-    handler: RawPutHandler = grpc.stream_unary_rpc_method_handler(
-        put,
-        request_deserializer=None,
-        response_serializer=tensor_pb2.PutMicroBatchResponse.SerializeToString,
+    collector = _Collector()
+    pb_grpc.add_TrainerWorkerServicer_to_server(service, cast(grpc.Server, collector))
+    raw: grpc.RpcMethodHandler[bytes, tensor_pb2.PutMicroBatchResponse] = (
+        grpc.stream_unary_rpc_method_handler(
+            put,
+            request_deserializer=None,
+            response_serializer=tensor_pb2.PutMicroBatchResponse.SerializeToString,
+        )
     )
-    stand_in = cast(grpc.Server, _WithRawPut(server, handler))
-    pb_grpc.add_TrainerWorkerServicer_to_server(service, stand_in)
+    return {**collector.handlers, "PutMicroBatch": cast(MethodHandler, raw)}

@@ -115,6 +115,16 @@ class CallResult:
     version: int = -1
 
 
+@dataclass(kw_only=True)
+class WorkerCounters:
+    """Counted for metrics. Monotonic; written by the device thread."""
+
+    updates: int = 0
+    skipped_updates: int = 0  # Steps that closed with a summed denominator of 0.
+    dropless_replays: int = 0
+    late_failures: int = 0  # Failures that were found after their call was answered.
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSnapshot:
     """A closed step's metrics, taken at its update."""
@@ -154,7 +164,11 @@ class Worker:
         incarnation: str,
         config: WorkerConfig | None = None,
         first_epoch: int = 0,
+        on_save: Callable[[bool], None] = lambda durable: None,
     ) -> None:
+        """`on_save`: hears, on some thread, whether a background save became durable."""
+        self.counters = WorkerCounters()
+        self._on_save = on_save
         self._parts = parts
         self._engine = parts.training
         self._store = store
@@ -305,15 +319,22 @@ class Worker:
         except InvalidBatch as error:
             return self._refuse(Reason.INVALID_BATCH, str(error))
         except Exception as error:
-            why = f"{call.value} of {ref}: {type(error).__name__}: {error}"
-            log.exception("the engine raised in %s", call.value)
-            self._staged = None
-            self._become(sessions.poisoned(self._session, why))
-            return self._refuse(Reason.ENGINE_FAILED, why)
+            return self._read_failed(f"{call.value} of {ref}", error)
 
-    def parameter_digest(self) -> str:
+    def parameter_digest(self) -> str | Refusal:
         """Waits for the device."""
-        return self._engine.parameter_digest()
+        try:
+            return self._engine.parameter_digest()
+        except Exception as error:
+            return self._read_failed("parameter_digest", error)
+
+    def _read_failed(self, what: str, error: Exception) -> Refusal:
+        """A read found the device broken: the open step is lost with it."""
+        why = f"{what}: {type(error).__name__}: {error}"
+        log.error("the engine raised in %s", why, exc_info=error)
+        self._staged = None
+        self._become(sessions.poisoned(self._session, why))
+        return self._refuse(Reason.ENGINE_FAILED, why)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Finish the background save, then let go of the device. False: it does not answer."""
@@ -352,6 +373,7 @@ class Worker:
         session = self._session
         for failure in failures:
             log.error("%s: the step is lost", failure)
+            self.counters.late_failures += 1
             session = _with_late_failure(session, failure)
         if failures:
             self._staged = None
@@ -561,7 +583,11 @@ class Worker:
             applied=result.applied,
             pending=result.metrics,
         )
-        if not result.applied:
+        self.counters.dropless_replays += result.dropless_replays
+        if result.applied:
+            self.counters.updates += 1
+        else:
+            self.counters.skipped_updates += 1
             log.warning("step %d was skipped: its summed denominator is 0", closed)
         with self._lock:
             self._metrics[closed] = snapshot
@@ -621,6 +647,7 @@ class Worker:
                     self._save_failure = why
                 else:
                     self._durable_step = max(self._durable_step, save.step)
+            self._on_save(not why)
 
     def _restore(self, work: Work) -> CallResult:
         assert self._parts.checkpoint is not None

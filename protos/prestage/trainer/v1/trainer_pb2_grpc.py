@@ -134,7 +134,8 @@ class TrainerWorkerServicer(object):
 
     def OpenRun(self, request, context):
         """Opens a new epoch for a run: cancels queued calls of older epochs, lets the running one settle,
-        then returns the state. Errors: FAILED_PRECONDITION (DRAINING).
+        then returns the state. Errors: FAILED_PRECONDITION (STARTING, DRAINING, WRONG_RUN,
+        EPOCH_NOT_DURABLE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +164,8 @@ class TrainerWorkerServicer(object):
 
     def PutMicroBatch(self, request_iterator, context):
         """Brings one micro-batch's bytes. Unsequenced; fenced by epoch; keyed by id and digest; kept until
-        its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT.
+        its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT,
+        FAILED_PRECONDITION (TOO_MANY_UPLOADS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,8 @@ class TrainerWorkerStub:
     def __new__(cls, channel: _aio.Channel) -> TrainerWorkerAsyncStub: ...
     OpenRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]
     """Opens a new epoch for a run: cancels queued calls of older epochs, lets the running one settle,
-    then returns the state. Errors: FAILED_PRECONDITION (DRAINING).
+    then returns the state. Errors: FAILED_PRECONDITION (STARTING, DRAINING, WRONG_RUN,
+    EPOCH_NOT_DURABLE).
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetStateRequest, _trainer_pb2.GetStateResponse]
     """The state, at any time. Also served by TrainerStatus on the health port."""
@@ -69,7 +70,8 @@ class TrainerWorkerStub:
     """Compiles the run's one micro-batch shape and measures the idle device. Use a long deadline."""
     PutMicroBatch: _grpc.StreamUnaryMultiCallable[_tensor_pb2.PutMicroBatchRequest, _tensor_pb2.PutMicroBatchResponse]
     """Brings one micro-batch's bytes. Unsequenced; fenced by epoch; keyed by id and digest; kept until
-    its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT.
+    its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT,
+    FAILED_PRECONDITION (TOO_MANY_UPLOADS).
     """
     FwdBwd: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.FwdBwdRequest, _trainer_pb2.FwdBwdResponse]
     """Runs one micro-batch forward and backward. Answers when it is dispatched."""
@@ -105,7 +107,8 @@ class TrainerWorkerAsyncStub(TrainerWorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OpenRunRequest, _trainer_pb2.OpenRunResponse]  # type: ignore[assignment]
     """Opens a new epoch for a run: cancels queued calls of older epochs, lets the running one settle,
-    then returns the state. Errors: FAILED_PRECONDITION (DRAINING).
+    then returns the state. Errors: FAILED_PRECONDITION (STARTING, DRAINING, WRONG_RUN,
+    EPOCH_NOT_DURABLE).
     """
     GetState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetStateRequest, _trainer_pb2.GetStateResponse]  # type: ignore[assignment]
     """The state, at any time. Also served by TrainerStatus on the health port."""
@@ -115,7 +118,8 @@ class TrainerWorkerAsyncStub(TrainerWorkerStub):
     """Compiles the run's one micro-batch shape and measures the idle device. Use a long deadline."""
     PutMicroBatch: _aio.StreamUnaryMultiCallable[_tensor_pb2.PutMicroBatchRequest, _tensor_pb2.PutMicroBatchResponse]  # type: ignore[assignment]
     """Brings one micro-batch's bytes. Unsequenced; fenced by epoch; keyed by id and digest; kept until
-    its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT.
+    its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT,
+    FAILED_PRECONDITION (TOO_MANY_UPLOADS).
     """
     FwdBwd: _aio.UnaryUnaryMultiCallable[_trainer_pb2.FwdBwdRequest, _trainer_pb2.FwdBwdResponse]  # type: ignore[assignment]
     """Runs one micro-batch forward and backward. Answers when it is dispatched."""
@@ -154,7 +158,8 @@ class TrainerWorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OpenRunResponse, _abc.Awaitable[_trainer_pb2.OpenRunResponse]]:
         """Opens a new epoch for a run: cancels queued calls of older epochs, lets the running one settle,
-        then returns the state. Errors: FAILED_PRECONDITION (DRAINING).
+        then returns the state. Errors: FAILED_PRECONDITION (STARTING, DRAINING, WRONG_RUN,
+        EPOCH_NOT_DURABLE).
         """
 
     @_abc_1.abstractmethod
@@ -188,7 +193,8 @@ class TrainerWorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tensor_pb2.PutMicroBatchResponse, _abc.Awaitable[_tensor_pb2.PutMicroBatchResponse]]:
         """Brings one micro-batch's bytes. Unsequenced; fenced by epoch; keyed by id and digest; kept until
-        its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT.
+        its step closes. Waits while the store is full. Errors: DATA_LOSS, INVALID_ARGUMENT,
+        FAILED_PRECONDITION (TOO_MANY_UPLOADS).
         """
 
     @_abc_1.abstractmethod
