@@ -37,6 +37,7 @@ from orchestrator.calls import (
     Lost,
     Note,
     NoteKind,
+    PutRefused,
     Raised,
     Ready,
     Refused,
@@ -98,6 +99,7 @@ class BoundaryState:
     outstanding: Send | Local | None = None
     lost: Send | None = None  # The call being settled.
     given_up: Send | None = None  # A lost, unseen stage whose seq the next call takes.
+    put_refused: str = ""  # Why the worker did not take bytes that are waited for; asked about.
     failure: str = ""
     notes: tuple[Note, ...] = ()  # Of the last event only.
 
@@ -120,7 +122,7 @@ def advance(state: BoundaryState, event: Event) -> tuple[BoundaryState, Action]:
     Raises `ValueError` for an event that cannot happen in this state (a bug of the runner).
     """
     state = _take(replace(state, notes=()), event)
-    if state.outstanding is not None and isinstance(event, Ready | SourceEnded):
+    if state.outstanding is not None and isinstance(event, Ready | SourceEnded | PutRefused):
         return state, Await(step=state.outstanding.step, index=-1)
     return _decide(state)
 
@@ -145,6 +147,8 @@ def _take(state: BoundaryState, event: Event) -> BoundaryState:
             if step < 1:
                 return _failed(state, "the source has no data, not even for step 0")
             return replace(state, plan=replace(state.plan, num_steps=step))
+        case PutRefused(why=why):
+            return replace(state, put_refused=why)
         case GaveUp(why=why):
             return _failed(replace(state, outstanding=None), why)
         case LocalDone():
@@ -298,7 +302,7 @@ def _on_settled(state: BoundaryState, view: WorkerView) -> BoundaryState:
         )
     state = replace(state, mode=Mode.CONNECT)
     if lost is None:
-        return state
+        return _on_put_settled(state, view)
     if lost.call is Call.STAGE_FWD_BWD:
         state = _latch(
             state,
@@ -315,6 +319,18 @@ def _on_settled(state: BoundaryState, view: WorkerView) -> BoundaryState:
     )
 
 
+def _on_put_settled(state: BoundaryState, view: WorkerView) -> BoundaryState:
+    """The worker was asked why it refused bytes: its step failed, or they are put again."""
+    why, state = state.put_refused, replace(state, put_refused="")
+    if view.state.phase is Phase.FAILED:
+        return _failed(state, f"step {view.state.step} failed: {view.state.failure}")
+    step = state.mirror.step
+    state = _note(
+        state, NoteKind.RESENT, step, f"step {step} is put again, as the worker is well now: {why}"
+    )
+    return replace(state, ready=(), packing=step - 1)
+
+
 def _reconnect(state: BoundaryState) -> BoundaryState:
     """The worker is another process now: all that it held is gone."""
     state = _note(
@@ -327,6 +343,7 @@ def _reconnect(state: BoundaryState) -> BoundaryState:
         state,
         mode=Mode.CONNECT,
         lost=None,
+        put_refused="",
         ready=(),
         packing=FRESH,
         compiled=False,
@@ -645,6 +662,9 @@ def _next_step(state: BoundaryState, step: int) -> tuple[BoundaryState, Action]:
 
 def _train(state: BoundaryState, step: int, index: int) -> tuple[BoundaryState, Action]:
     ready = _find(state, step, index)
+    if ready is None and state.put_refused:
+        # It will not become ready, and no call of ours is due that would learn why.
+        return _decide(replace(state, mode=Mode.SETTLE))
     if ready is None:
         return state, Await(step=step, index=index)
     call = Call.FWD_BWD

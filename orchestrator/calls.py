@@ -168,13 +168,22 @@ class SourceEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PutRefused:
+    """A micro-batch's bytes were refused because of the state that the worker is in: ask it."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class GaveUp:
     """The runner's patience ended (a deadline, a watchdog, a dead producer)."""
 
     why: str
 
 
-Event = Start | Done | LocalDone | Lost | Refused | Raised | Ready | SourceEnded | GaveUp
+Event = (
+    Start | Done | LocalDone | Lost | Refused | Raised | Ready | SourceEnded | PutRefused | GaveUp
+)
 
 # ---------------------------------------------------------------------------------------------
 # Notes: what a person (and a counter) must hear of. The runner logs and counts them.

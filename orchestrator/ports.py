@@ -75,7 +75,7 @@ class FeederPort(Protocol):
         ...
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """The oldest unread event (`Ready`, `SourceEnded`, `GaveUp`); None after the timeout."""
+        """The oldest unread event (`Ready`, `SourceEnded`, ...); None after the timeout."""
         ...
 
     def score_step(self, step: int) -> None:
