@@ -74,7 +74,24 @@ def table(records: Sequence[StepRecord]) -> str:
     return "\n".join(lines)
 
 
+def retry_line(record: StepRecord) -> str | None:
+    """The line of a step whose update ran micro-batches again; None when it did not."""
+    if not record.dropless_replays:
+        return None
+    return (
+        f"step {record.step}: {record.dropless_replays} micro-batch(es) were run again without drops"
+        " inside the update (dropless retry)"
+    )
+
+
+def skipped_line(record: StepRecord) -> str | None:
+    """The line of a step that closed without an update; None for every other."""
+    if record.applied:
+        return None
+    return f"step {record.step}: its update was skipped, as its summed denominator is 0"
+
+
 def lines_of(record: StepRecord) -> list[str]:
-    """The ruler line and, when the boundary after the step was staged, its line."""
-    staged = staged_line(record)
-    return [record.ruler_line(), *([] if staged is None else [staged])]
+    """The ruler line and, where they apply, those of a staged boundary, a retry and a skip."""
+    more = (staged_line(record), retry_line(record), skipped_line(record))
+    return [record.ruler_line(), *(line for line in more if line is not None)]

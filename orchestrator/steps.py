@@ -94,6 +94,10 @@ class StepBook:
         elif send.call is Call.STAGE_FWD_BWD and answer.stage_seconds >= 0:
             record = self.get(send.step - 1)
             self._put(replace(record, stage_seconds=answer.stage_seconds))
+        if answer.dropless_replays:
+            # Of the update that the call made; a call that was sent again answers the same.
+            record = self.get(send.step)
+            self._put(replace(record, dropless_replays=answer.dropless_replays))
         for facts in answer.metrics:
             self.measured(facts)
 
