@@ -6,18 +6,22 @@ once and an early caller learns that the worker is on its way. Knows no engine a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final, cast
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Protocol, TypeAlias, cast
 
 import grpc
+from google.rpc import error_details_pb2, status_pb2
 
 from prestage.protocol import Call, Lifecycle, Reason
 from prestage.state_proto import lifecycle_to_proto
 from prestage.trainer.v1 import trainer_pb2 as pb
-from prestage.wire.errors import abort_with
+from prestage.wire.errors import DOMAIN, abort_with
 from trainer_worker.service import MethodHandler
 
 SERVICE: Final = "prestage.trainer.v1.TrainerWorker"
+Behavior: TypeAlias = Callable[[object, grpc.ServicerContext], object]
 _ALLOWED: Final = ", ".join(call.value for call in (Call.GET_STATE, Call.HEALTH))
 
 
@@ -29,6 +33,93 @@ def _refuse(request: object, context: grpc.ServicerContext) -> Iterator[bytes]:
         "the worker is starting: its engine is not loaded yet, so ask again",
         {"allowed": _ALLOWED},
     )
+
+
+class _Answered(Protocol):
+    """What a server's context knows beyond its type stub."""
+
+    def code(self) -> grpc.StatusCode | None: ...
+
+
+Observe: TypeAlias = Callable[[str, str, str, float], None]
+"""Takes a call's name, its gRPC code, the reason of its refusal (or ""), and seconds to its answer."""
+_DETAILS: Final = "grpc-status-details-bin"
+
+
+def _reason(context: grpc.ServicerContext) -> str:
+    """The reason in the ErrorInfo that the answer carries, or empty."""
+    for key, value in context.trailing_metadata() or ():
+        if key != _DETAILS or not isinstance(value, bytes):
+            continue
+        for detail in status_pb2.Status.FromString(value).details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+                return str(info.reason)
+    return ""
+
+
+def call_name(method: str) -> str:
+    """`FwdBwd` as `fwd_bwd`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()
+
+
+def observed(handlers: Mapping[str, MethodHandler], observe: Observe) -> dict[str, MethodHandler]:
+    """The same handlers; `observe` hears of every answer, from its RPC thread."""
+    return {
+        name: _observed(call_name(name), handler, observe) for name, handler in handlers.items()
+    }
+
+
+def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHandler:
+    def tell(context: grpc.ServicerContext, started_s: float, failed: bool) -> None:
+        code = cast(_Answered, context).code() or (
+            grpc.StatusCode.UNKNOWN if failed else grpc.StatusCode.OK
+        )
+        reason = "" if code is grpc.StatusCode.OK else _reason(context)
+        observe(name, code.name, reason, time.monotonic() - started_s)
+
+    def one(request: object, context: grpc.ServicerContext) -> object:
+        started_s, failed = time.monotonic(), True
+        try:
+            response = behavior(request, context)
+            failed = False
+            return response
+        finally:
+            tell(context, started_s, failed)
+
+    def many(request: object, context: grpc.ServicerContext) -> Iterator[object]:
+        started_s, failed = time.monotonic(), True
+        try:
+            yield from cast(Iterator[object], behavior(request, context))
+            failed = False
+        finally:
+            tell(context, started_s, failed)
+
+    if handler.response_streaming:
+        behavior = cast(Behavior, handler.stream_stream or handler.unary_stream)
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        made: object = make(
+            many,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+    else:
+        behavior = cast(Behavior, handler.stream_unary or handler.unary_unary)
+        make_one = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        made = make_one(
+            one,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+    return cast(MethodHandler, made)
 
 
 class FrontDoor(grpc.GenericRpcHandler):

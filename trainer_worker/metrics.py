@@ -6,13 +6,14 @@ One process owns the registry. `docs/metrics.md` is generated from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from prestage.protocol import Call, Lifecycle, Phase
+from prestage.protocol import Lifecycle, Phase, Reason
 from prestage.state_proto import lifecycle_from_proto, phase_from_proto
 from prestage.trace import DeviceRecord
 from prestage.trainer.v1 import trainer_pb2 as pb
@@ -23,6 +24,15 @@ _SECONDS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 _NO_STORE: Final = StoreStats(refs=(), stored_bytes=0, limit_bytes=0, evicted=0, waited=0, failed=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerFacts:
+    """What the state message does not say."""
+
+    counters: WorkerCounters = field(default_factory=WorkerCounters)
+    in_flight: int = 0
+    staged_bytes: int = 0
+
+
 class WorkerMetrics(Collector):
     """All of the worker's metrics. Safe from any thread."""
 
@@ -30,131 +40,179 @@ class WorkerMetrics(Collector):
         self,
         state: Callable[[], pb.WorkerState],
         *,
+        facts: Callable[[], WorkerFacts] = WorkerFacts,
         store: Callable[[], StoreStats] = lambda: _NO_STORE,
-        counters: Callable[[], WorkerCounters] = WorkerCounters,
+        staging_budget_bytes: int = 0,
         registry: CollectorRegistry | None = None,
     ) -> None:
         self.registry = registry or CollectorRegistry()
         self._state = state
+        self._facts = facts
         self._store = store
-        self._counters = counters
-        r = self.registry
-        self._calls = Counter(
-            "prestage_worker_calls",
-            "Calls that the device thread dealt with, by call and outcome.",
-            ("call", "outcome"),
-            registry=r,
+        self._staging_budget_bytes = staging_budget_bytes
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"prestage_worker_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                f"prestage_worker_{name}",
+                text,
+                labels,
+                buckets=_SECONDS,
+                registry=self.registry,
+            )
+
+        self._calls = counter("calls", "Calls answered, by call and gRPC code.", "call", "code")
+        self._refusals = counter(
+            "refusals", "Calls refused or failed, by call and reason.", "call", "reason"
         )
-        self._call_seconds = Histogram(
-            "prestage_worker_call_seconds",
-            "Seconds of a call on the device thread.",
-            ("call",),
-            buckets=_SECONDS,
-            registry=r,
+        self._call_seconds = histogram(
+            "call_seconds", "Seconds from a call's arrival to its answer.", "call"
         )
-        self._device = Counter(
-            "prestage_worker_device_seconds",
-            "Seconds that the device (or its copy engine) worked, by kind of work.",
-            ("kind",),
-            registry=r,
+        self._puts = counter("put_bytes", "Payload bytes received, by plane.", "plane")
+        self._mismatches = counter("digest_mismatches", "Payloads whose digest did not match.")
+        self._busy = counter(
+            "device_busy_seconds", "Seconds that the device computed, by kind of work.", "kind"
         )
-        self._idle = Histogram(
+        self._copies = counter("copy_seconds", "Seconds that inputs were copied to the device.")
+        self._idle = Gauge(
             "prestage_worker_boundary_idle_seconds",
-            "Device seconds without work at a step boundary.",
-            buckets=_SECONDS,
-            registry=r,
+            "Device seconds without work at the last step boundary.",
+            registry=self.registry,
         )
-        for kind in ("fwd_bwd", "update", "copy"):
-            self._device.labels(kind)  # So that a rate over a first event is seen.
-        r.register(self)
+        self._all_idle = counter(
+            "idle_seconds", "Device seconds without work at all step boundaries."
+        )
+        self._boundaries = counter("boundaries", "Step boundaries whose idle time is known.")
+        self._saves = histogram(
+            "checkpoint_seconds", "Seconds from the snapshot to a durable checkpoint."
+        )
+        self._failed_saves = counter(
+            "checkpoint_failures", "Checkpoints that failed in the background."
+        )
+        for kind in ("fwd_bwd", "update"):  # So that a rate over a first event is seen.
+            self._busy.labels(kind)
+        for plane in ("shared-memory", "stream"):
+            self._puts.labels(plane)
+        self.registry.register(self)
 
     # -- told -------------------------------------------------------------------------------------
 
-    def on_call(self, call: Call, outcome: str, seconds: float) -> None:
-        self._calls.labels(call.value, outcome).inc()
-        self._call_seconds.labels(call.value).observe(seconds)
+    def on_call(self, call: str, code: str, reason: str, seconds: float) -> None:
+        self._calls.labels(call, code).inc()
+        self._call_seconds.labels(call).observe(seconds)
+        if reason:
+            self._refusals.labels(call, reason).inc()
+        if reason == Reason.DIGEST_MISMATCH.value:
+            self._mismatches.inc()
+
+    def on_put(self, plane: str, stored_bytes: int) -> None:
+        self._puts.labels(plane).inc(stored_bytes)
 
     def on_device(self, record: DeviceRecord) -> None:
-        self._device.labels(record.kind).inc(max(0.0, record.finished_s - record.started_s))
+        counter = self._copies if record.kind == "copy" else self._busy.labels(record.kind)
+        counter.inc(max(0.0, record.finished_s - record.started_s))
 
     def on_boundary(self, idle_seconds: float) -> None:
-        self._idle.observe(idle_seconds)
+        self._idle.set(idle_seconds)
+        self._all_idle.inc(idle_seconds)
+        self._boundaries.inc()
+
+    def on_save(self, durable: bool, seconds: float) -> None:
+        if durable:
+            self._saves.observe(seconds)
+        else:
+            self._failed_saves.inc()
 
     # -- asked ------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        state, store, counters = self._state(), self._store(), self._counters()
+        state, facts, store = self._state(), self._facts(), self._store()
         lifecycle = lifecycle_from_proto(state.lifecycle)
         yield _one_of(
             "prestage_worker_lifecycle",
             "1 for where the process stands.",
-            "lifecycle",
+            "state",
             [item.value for item in Lifecycle],
             lifecycle.value,
         )
         yield _one_of(
             "prestage_worker_phase",
-            "1 for the phase of the open step.",
+            "1 for the phase of the step protocol.",
             "phase",
             [item.value for item in Phase],
             phase_from_proto(state.phase).value,
         )
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("step", "The open or next step: steps closed so far.", state.step),
+            ("step", "Steps closed.", state.step),
             ("micro_step", "Micro-batches of the open step.", state.micro_step),
             ("train_step", "Updates applied: the policy version.", state.train_step),
-            ("epoch", "The newest caller's epoch.", state.epoch),
+            ("epoch", "Epoch of the caller that may change the worker.", state.epoch),
             (
                 "durable_step",
-                "Step of the newest durable checkpoint; -1 = none.",
+                "Newest step that a durable checkpoint covers; -1 when none.",
                 state.durable_step,
             ),
             (
                 "parameters_suspect",
-                "1 when only a restore (or restart) helps.",
+                "1 when only a restore (or a restart) helps.",
                 state.parameters_suspect,
             ),
+            ("inflight", "Micro-batches dispatched and not done.", facts.in_flight),
             (
-                "background_failure",
-                "1 when the last background save failed.",
-                bool(state.background_failure),
+                "staged_bytes",
+                "Device memory of the staged input; 0 when none.",
+                facts.staged_bytes,
             ),
-            ("staged", "1 while the next step's first input is staged.", state.HasField("staged")),
-            ("backend_compiles", "Programs that the backend compiled.", state.backend_compiles),
             (
-                "seconds_since_progress",
+                "staging_budget_bytes",
+                "Device memory that a staged input may take.",
+                self._staging_budget_bytes,
+            ),
+            ("store_bytes", "Bytes of put micro-batches.", store.stored_bytes),
+            ("store_budget_bytes", "Bytes that put micro-batches may take.", store.limit_bytes),
+            ("busy", "1 while the device thread runs a call.", bool(state.running_call)),
+            (
+                "progress_age_seconds",
                 "Seconds since the device thread last made progress.",
                 state.seconds_since_progress,
             ),
-            ("busy", "1 while the device thread runs a call.", bool(state.running_call)),
-            ("store_bytes", "Bytes of put micro-batches.", store.stored_bytes),
-            ("store_limit_bytes", "Limit of put micro-batches, bytes.", store.limit_bytes),
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"prestage_worker_{name}", text, value=float(value))
-        totals: tuple[tuple[str, str, int], ...] = (
+        counters = facts.counters
+        totals: tuple[tuple[str, str, float], ...] = (
             ("updates", "Updates applied.", counters.updates),
             (
-                "skipped_updates",
-                "Steps closed without an update: summed denominator 0.",
+                "update_skipped",
+                "Updates skipped because the step's denominator was 0.",
                 counters.skipped_updates,
             ),
             (
-                "dropless_replays",
-                "Micro-batches run again without drops.",
+                "dropless_retries",
+                "Micro-batches run again with the dropless program.",
                 counters.dropless_replays,
             ),
+            ("engine_failures", "Times that the engine raised.", counters.engine_failures),
             (
                 "late_failures",
                 "Device failures found after their call was answered.",
                 counters.late_failures,
             ),
+            ("compile_seconds", "Seconds of compile calls.", counters.compile_seconds),
             ("store_evicted", "Trained micro-batches let go to make room.", store.evicted),
             ("store_waited", "Puts that had to wait for room.", store.waited),
-            ("store_failed", "Puts whose bytes did not pass their checks.", store.failed),
         )
         for name, text, total in totals:
             yield CounterMetricFamily(f"prestage_worker_{name}", text, value=float(total))
+        compiles = CounterMetricFamily(
+            "prestage_worker_compiles", "Backend compiles, by when.", labels=("when",)
+        )
+        compiles.add_metric(("warm_up",), counters.warm_up_compiles)
+        serving = state.backend_compiles - counters.warm_up_compiles if state.compiled else 0
+        compiles.add_metric(("serving",), max(0, serving))
+        yield compiles
 
 
 def _one_of(name: str, text: str, label: str, values: list[str], current: str) -> Metric:

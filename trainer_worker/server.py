@@ -18,12 +18,12 @@ from trainer_worker.clock import Clock, RealClock
 from trainer_worker.device_thread import DeviceThread
 from trainer_worker.engine import EngineParts
 from trainer_worker.epoch_file import EpochFile
-from trainer_worker.front import FrontDoor
-from trainer_worker.metrics import WorkerMetrics
+from trainer_worker.front import FrontDoor, observed
+from trainer_worker.metrics import WorkerFacts, WorkerMetrics
 from trainer_worker.service import ServiceConfig, StorePort, TrainerService, handlers_of
 from trainer_worker.status_server import StatusServer
 from trainer_worker.watcher import ThreadWatcher, Watcher
-from trainer_worker.worker import Worker, WorkerConfig, WorkerCounters
+from trainer_worker.worker import Worker, WorkerConfig
 
 log = logging.getLogger("prestage.worker")
 
@@ -97,7 +97,12 @@ class WorkerServer:
         # After the addresses: a second worker must not touch the first one's folders.
         self._epochs = EpochFile(config.state_dir)
         self._store = MicroBatchStore(config.store_memory_bytes, self._next_needed)
-        self.metrics = WorkerMetrics(self.state, store=self._store.stats, counters=self._counters)
+        self.metrics = WorkerMetrics(
+            self.state,
+            facts=self._facts,
+            store=self._store.stats,
+            staging_budget_bytes=config.staging_memory_bytes,
+        )
         if parts is not None:
             self.serve(parts)
 
@@ -121,7 +126,7 @@ class WorkerServer:
                 weight_sync_memory_bytes=config.weight_sync_memory_bytes,
             ),
             first_epoch=self._epochs.epoch,
-            on_save=self.status.set_checkpoints,
+            on_save=self._on_save,
         )
         self._slots = _slots() if config.shared_memory else None
         self._service = TrainerService(
@@ -135,9 +140,9 @@ class WorkerServer:
             ),
             trace=self._trace,
             slots=self._slots,
-            observe=self.metrics.on_call,
+            on_put=self.metrics.on_put,
         )
-        self._front.open(handlers_of(self._service))
+        self._front.open(observed(handlers_of(self._service), self.metrics.on_call))
         self.status.set_serving(True)
 
     @property
@@ -151,8 +156,19 @@ class WorkerServer:
         """The state now, also while the engine loads. Safe from any thread."""
         return self._front.state() if self._service is None else self._service.state()
 
-    def _counters(self) -> WorkerCounters:
-        return WorkerCounters() if self._worker is None else self._worker.counters
+    def _facts(self) -> WorkerFacts:
+        worker = self._worker
+        if worker is None:
+            return WorkerFacts()
+        return WorkerFacts(
+            counters=worker.counters,
+            in_flight=worker.watcher.in_flight(),
+            staged_bytes=worker.snapshot().staged_bytes,
+        )
+
+    def _on_save(self, durable: bool, seconds: float) -> None:
+        self.status.set_checkpoints(durable)
+        self.metrics.on_save(durable, seconds)
 
     def _on_device(self, record: DeviceRecord) -> None:
         """On the watcher's threads."""

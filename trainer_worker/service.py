@@ -5,6 +5,7 @@ Every answer that is not OK carries ErrorInfo; see prestage/wire/errors.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -83,8 +84,8 @@ _ITEMSIZES: Final[Mapping[str, int]] = {
 }
 MAX_UPLOADS: Final = 12
 """At a time. Fewer than there are RPC threads: control never waits for bytes."""
-Observe: TypeAlias = Callable[[Call, str, float], None]
-"""Takes a call that the device thread dealt with, its outcome, and its seconds there."""
+PutObserver: TypeAlias = Callable[[str, int], None]
+"""Takes the plane and the bytes of an upload that was stored."""
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
 
 
@@ -135,9 +136,9 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         config: ServiceConfig,
         trace: TraceWriter | None = None,
         slots: WorkerSlots | None = None,
-        observe: Observe | None = None,
+        on_put: PutObserver = lambda plane, stored_bytes: None,
     ) -> None:
-        """`slots`: the shared-memory plane; None offers streams only. `observe`: hears of calls."""
+        """`slots`: the shared-memory plane; None offers streams only. `on_put`: hears of uploads."""
         self._worker = worker
         self._store = store
         self._device = device
@@ -145,7 +146,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self._clock = clock
         self._config = config
         self._trace = trace
-        self._observe = observe
+        self._on_put = on_put
         self._receiver = PutReceiver(
             store, config.limits, self._check_put, self._validate, shared_memory=slots
         )
@@ -284,9 +285,6 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         used_staged: bool = False,
     ) -> None:
         """On the device thread, so that lines stand in the order in which calls took effect."""
-        seconds = self._clock.now() - started_s
-        if self._observe is not None:
-            self._observe(request.call, result, seconds)
         if self._trace is None:
             return
         after = self._worker.snapshot().session
@@ -308,7 +306,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 train_step_after=after.step.train_step,
                 outcome=result,
                 started_s=started_s,
-                seconds=seconds,
+                seconds=self._clock.now() - started_s,
             )
         )
 
@@ -777,8 +775,19 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 f"put_micro_batch: {MAX_UPLOADS} uploads are under way: put fewer at a time",
                 self._metadata(),
             )
+        first = next(parts, None)
+        shared = (
+            isinstance(first, tensor_pb2.PutMicroBatchRequest)
+            and first.HasField("header")
+            and first.header.HasField("shared_memory")
+        )
+        if first is not None:
+            parts = itertools.chain((first,), parts)
         try:
-            return self._receiver.take(parts, context.is_active)
+            response = self._receiver.take(parts, context.is_active)
+            if response.stored and not response.duplicate:
+                self._on_put("shared-memory" if shared else "stream", response.received_bytes)
+            return response
         except _PutRefused as error:
             self._refuse(context, error.refusal)
         except WireError as error:

@@ -67,6 +67,10 @@ class Watcher(Protocol):
         """Return when `facts` knows the end of the step's update, if it is being watched."""
         ...
 
+    def in_flight(self) -> int:
+        """Micro-batches that were dispatched and are not computed. Safe from any thread."""
+        ...
+
     def settle(self) -> None:
         """Return when everything that was handed over so far is done (or failed)."""
         ...
@@ -135,6 +139,9 @@ class InlineWatcher:
     def await_update(self, step: int, timeout_s: float) -> None:
         del step, timeout_s
 
+    def in_flight(self) -> int:
+        return 0
+
     def settle(self) -> None:
         return
 
@@ -156,6 +163,7 @@ class _Watched:
     step: int
     index: int
     now_s: float  # When it was dispatched.
+    computes: bool = True  # False: the copy of an input.
     forgotten: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     source: MicroBatch | None = None  # Of a copy: what it reads, until it is done.
@@ -185,7 +193,9 @@ class ThreadWatcher:
     def _watch(
         self, step: int, index: int, now_s: float, source: MicroBatch | None = None
     ) -> _Watched:
-        watched = _Watched(step=step, index=index, now_s=now_s, source=source)
+        watched = _Watched(
+            step=step, index=index, now_s=now_s, computes=source is None, source=source
+        )
         with self._lock:
             self._open.append(watched)
         return watched
@@ -312,6 +322,10 @@ class ThreadWatcher:
             found = next((w for w in self._open if (w.step, w.index) == (step, UPDATE)), None)
         if found is not None:
             found.done.wait(timeout_s)
+
+    def in_flight(self) -> int:
+        with self._lock:
+            return sum(w.computes and w.index != UPDATE for w in self._open)
 
     def settle(self) -> None:
         with self._lock:

@@ -123,6 +123,9 @@ class WorkerCounters:
     skipped_updates: int = 0  # Steps that closed with a summed denominator of 0.
     dropless_replays: int = 0
     late_failures: int = 0  # Failures that were found after their call was answered.
+    engine_failures: int = 0  # Times that the engine raised, late or not.
+    warm_up_compiles: int = 0  # Of the backend, up to the end of the last compile call.
+    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,7 @@ class WorkerSnapshot:
     background_failure: str
     progress_s: float  # Monotonic time of the device thread's last progress.
     backend_compiles: int
+    staged_bytes: int  # Device memory of the staged input.
     idle_wait_seconds: float  # Median of a wait on the idle device at warm-up.
 
 
@@ -164,9 +168,9 @@ class Worker:
         incarnation: str,
         config: WorkerConfig | None = None,
         first_epoch: int = 0,
-        on_save: Callable[[bool], None] = lambda durable: None,
+        on_save: Callable[[bool, float], None] = lambda durable, seconds: None,
     ) -> None:
-        """`on_save`: hears, on some thread, whether a background save became durable."""
+        """`on_save`: hears, on some thread, whether a save became durable, and after how long."""
         self.counters = WorkerCounters()
         self._on_save = on_save
         self._parts = parts
@@ -184,6 +188,7 @@ class Worker:
         self._metrics: OrderedDict[int, StepSnapshot] = OrderedDict()
         self._pinned: dict[int, int] = {}  # Version to bytes.
         self._save: PendingSave | None = None
+        self._save_started_s = 0.0
         self._save_failure = ""  # Not reported by a call yet.
         self._background_failure = ""
         self._durable_step = -1
@@ -201,12 +206,14 @@ class Worker:
             session = self._with_late_failures()
             durable, failure = self._durable_step, self._background_failure
             progress_s = self._progress_s
+            staged = self._staged
         return WorkerSnapshot(
             session=session,
             durable_step=durable,
             background_failure=failure,
             progress_s=progress_s,
             backend_compiles=self._engine.backend_compiles,
+            staged_bytes=0 if staged is None else staged.device_bytes,
             idle_wait_seconds=self._idle_wait_s,
         )
 
@@ -332,6 +339,7 @@ class Worker:
         """A read found the device broken: the open step is lost with it."""
         why = f"{what}: {type(error).__name__}: {error}"
         log.error("the engine raised in %s", why, exc_info=error)
+        self.counters.engine_failures += 1
         self._staged = None
         self._become(sessions.poisoned(self._session, why))
         return self._refuse(Reason.ENGINE_FAILED, why)
@@ -374,6 +382,7 @@ class Worker:
         for failure in failures:
             log.error("%s: the step is lost", failure)
             self.counters.late_failures += 1
+            self.counters.engine_failures += 1
             session = _with_late_failure(session, failure)
         if failures:
             self._staged = None
@@ -382,6 +391,7 @@ class Worker:
 
     def _engine_failed(self, request: Request, why: str, *, suspect: bool = False) -> CallResult:
         self._staged = None
+        self.counters.engine_failures += 1
         session = self._session
         failing = f"{request.call.value} of step {session.step.step}: {why}"
         result = CallResult(
@@ -472,10 +482,14 @@ class Worker:
 
     def _compile(self, work: Work) -> CallResult:
         assert work.compile_spec is not None
+        before = self._engine.backend_compiles
         try:
             report = self._engine.compile(work.compile_spec)
         except InvalidBatch as error:
             raise WithdrawnError(self._refuse(Reason.INVALID_REQUEST, str(error))) from error
+        first = not self._session.compiled  # What was compiled before it is warm-up too.
+        self.counters.warm_up_compiles += self._engine.backend_compiles - (0 if first else before)
+        self.counters.compile_seconds += report.seconds
         if report.idle_wait_seconds:
             self._idle_wait_s = statistics.median(report.idle_wait_seconds)
         self._become(replace(self._session, compiled=True))
@@ -620,6 +634,7 @@ class Worker:
             last_seq=session.last_seq,
             data_cursor=work.data_cursor,
         )
+        self._save_started_s = self._clock.now()
         save = self._parts.checkpoint.begin_save(position)
         self._save = save
         if work.background is not None:
@@ -647,7 +662,7 @@ class Worker:
                     self._save_failure = why
                 else:
                     self._durable_step = max(self._durable_step, save.step)
-            self._on_save(not why)
+            self._on_save(not why, self._clock.now() - self._save_started_s)
 
     def _restore(self, work: Work) -> CallResult:
         assert self._parts.checkpoint is not None

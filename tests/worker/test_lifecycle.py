@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -409,20 +410,52 @@ def test_metrics_tell_phase_counts_device_time_and_boundaries() -> None:
         for line in (
             'prestage_worker_phase{phase="ACCUMULATING"} 1.0',
             'prestage_worker_phase{phase="CLOSED"} 0.0',
-            'prestage_worker_lifecycle{lifecycle="SERVING"} 1.0',
+            'prestage_worker_lifecycle{state="SERVING"} 1.0',
             "prestage_worker_step 1.0",
             "prestage_worker_train_step 1.0",
             "prestage_worker_micro_step 1.0",
             "prestage_worker_updates_total 1.0",
-            "prestage_worker_skipped_updates_total 0.0",
-            'prestage_worker_calls_total{call="fwd_bwd",outcome="ok"} 1.0',
-            'prestage_worker_calls_total{call="apply_deferred_update",outcome="NOTHING_DEFERRED"} 1.0',
-            "prestage_worker_boundary_idle_seconds_count 1.0",
+            "prestage_worker_update_skipped_total 0.0",
+            'prestage_worker_calls_total{call="fwd_bwd",code="OK"} 2.0',
+            'prestage_worker_calls_total{call="apply_deferred_update",code="FAILED_PRECONDITION"} 1.0',
+            'prestage_worker_refusals_total{call="apply_deferred_update",reason="NOTHING_DEFERRED"} 1.0',
+            'prestage_worker_call_seconds_count{call="put_micro_batch"} 4.0',
+            "prestage_worker_boundaries_total 1.0",
+            'prestage_worker_compiles_total{when="warm_up"} 1.0',
+            'prestage_worker_compiles_total{when="serving"} 0.0',
+            "prestage_worker_inflight 0.0",
+            "prestage_worker_staged_bytes 0.0",
+            'prestage_worker_put_bytes_total{plane="shared-memory"} 0.0',
         ):
             assert f"\n{line}\n" in text, line
-        [seconds] = re.findall(r'device_seconds_total{kind="fwd_bwd"} (.*)', text)
+        [seconds] = re.findall(r'device_busy_seconds_total{kind="fwd_bwd"} (.*)', text)
         assert float(seconds) == pytest.approx(2 * FAST.fwd_bwd_seconds)
+        [streamed] = re.findall(r'put_bytes_total{plane="stream"} (.*)', text)
+        assert float(streamed) > 0
         driver.close()
+
+
+def test_the_names_that_dashboards_use_are_the_workers(tmp_path: Path) -> None:
+    """`deploy/metrics.json` lists what dashboards and alerts may name."""
+    named = json.loads((Path(__file__).parents[2] / "deploy" / "metrics.json").read_text())
+    wanted = {
+        item["name"]: (item["type"], sorted(item["labels"]))
+        for item in named
+        if item["side"] == "trainer_worker"
+    }
+    with served() as server:
+        driver = ready(Driver(address=address_of(server)))
+        with pytest.raises(Refused):
+            driver.call(Call.UPDATE)
+        found = {}
+        for family in server.metrics.registry.collect():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            found[name] = (family.type, sorted(labels))
+        driver.close()
+    both = wanted.keys() & found.keys()
+    assert len(both) >= 20
+    assert {name: found[name] for name in both} == {name: wanted[name] for name in both}
 
 
 def test_r32_a_failed_background_save_shows_in_health_under_its_own_name(tmp_path: Path) -> None:
@@ -575,5 +608,5 @@ def test_the_metrics_port_serves_and_a_taken_one_is_an_error() -> None:
         assert f"--metrics_port is {port}" in refused.stderr
     with process(f"--metrics_port={port}") as worker:
         page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
-        assert b'prestage_worker_lifecycle{lifecycle="SERVING"} 1.0' in page
+        assert b'prestage_worker_lifecycle{state="SERVING"} 1.0' in page
         assert worker.end(within_s=30)[0] == 0

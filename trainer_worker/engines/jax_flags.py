@@ -41,15 +41,13 @@ _GATE = define_finite_float(
     "logp_gate", 0.0, "Drop sequences whose mean log-prob gap is above this; 0 = off."
 )
 _NORM = flags.DEFINE_integer("norm_tokens", 0, "Divisor of sequence-mean-token-sum-norm.")
+_KEEP = flags.DEFINE_integer(
+    "checkpoint_keep", 2, "Complete checkpoints kept; older ones are removed.", lower_bound=1
+)
 
 
 def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> EngineParts:
     """Build the engine that the flags describe. Raises `EngineConfigError`."""
-    if checkpoint_dir is not None:
-        raise EngineConfigError(
-            f"engine jax: --checkpoint_dir is {checkpoint_dir}, but this engine keeps no"
-            " checkpoints: leave the flag out"
-        )
     from trainer_worker.engines.jax_engine import config as c
     from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, TINY, create
 
@@ -82,6 +80,6 @@ def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> Engi
             head_mode=c.head_mode(_HEAD.value or ""),
             seed=_SEED.value,
         )
-        return create(preset, config)
+        return create(preset, config, checkpoint_dir=checkpoint_dir, keep=_KEEP.value)
     except (c.EngineConfigInvalid, ImportError) as error:
         raise EngineConfigError(f"engine jax: {error}") from error

@@ -62,7 +62,15 @@ USABLE_FIELDS: Final = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 class JaxEngine:
     """See the module. Made with its initial parameters on the host."""
 
-    def __init__(self, config: EngineConfig, params: HostParams) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        params: HostParams,
+        *,
+        can_checkpoint: bool = False,
+        can_export_weights: bool = False,
+    ) -> None:
+        self._can_checkpoint, self._can_export_weights = can_checkpoint, can_export_weights
         self._device = jax.devices()[0]
         if config.skips_prompts is None:
             skips = self._device.platform != "gpu" and config.head_mode == "off"
@@ -89,6 +97,8 @@ class JaxEngine:
             engine="jax",
             can_stage=True,
             can_defer_update=True,
+            can_checkpoint=self._can_checkpoint,
+            can_export_weights=self._can_export_weights,
             can_score=True,
             update_waits_for_device=bool(self._config.loss.logp_gate),
             optional_fields=USABLE_FIELDS,
@@ -110,6 +120,11 @@ class JaxEngine:
     def state(self) -> State:
         """Parameters and optimizer state on the device (checkpoints, exports, tests)."""
         return self._state
+
+    @property
+    def open_micro_batches(self) -> int:
+        """Micro-batches that the open step has accumulated."""
+        return self._micro_batches
 
     @property
     def sums(self) -> Sums | None:
@@ -276,6 +291,17 @@ class JaxEngine:
         self._sums = None
         self._inflight.clear()
         self._denominator, self._micro_batches = 0.0, 0
+
+    def restore_state(self, state: State, train_step: int) -> None:
+        """Take over host arrays as the state, copied; the open step and its input are dropped."""
+        with failing_as(None):
+            # Copied: the buffers are donated to the next update, the host arrays are not ours.
+            self._state = jax.tree.map(
+                lambda leaf: jax.device_put(leaf, self._device, may_alias=False), state
+            )
+            jax.block_until_ready(self._state)
+        self.abort_step()
+        self._train_step = train_step
 
     # -- scoring --------------------------------------------------------------------------------
 

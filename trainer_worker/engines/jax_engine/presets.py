@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from trainer_worker.engine import EngineParts
+from trainer_worker.engines.jax_engine.checkpoints import JaxCheckpoints
 from trainer_worker.engines.jax_engine.config import EngineConfig, EngineConfigInvalid, ModelConfig
 from trainer_worker.engines.jax_engine.engine import JaxEngine
 from trainer_worker.engines.jax_engine.model import HostParams, init_params
+from trainer_worker.engines.jax_engine.weights import JaxWeights
 
 PRESETS: Final = ("tiny", "smollm2-135m")
 
@@ -30,7 +33,9 @@ LOGPROB_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"tiny": 16, "smollm2
 """Default tokens of each row whose logits exist at a time: what a CPU's caches like."""
 
 
-def create(preset: str, config: EngineConfig) -> EngineParts:
+def create(
+    preset: str, config: EngineConfig, *, checkpoint_dir: Path | None = None, keep: int = 2
+) -> EngineParts:
     """An engine for a preset, on the first device. `config.model` is replaced by the preset's.
 
     Raises `EngineConfigInvalid` for an unknown preset and for weights that are not installed.
@@ -43,10 +48,30 @@ def create(preset: str, config: EngineConfig) -> EngineParts:
         model, params = load_smollm2()
     else:
         raise EngineConfigInvalid(f"preset is {preset!r}; use one of {', '.join(PRESETS)}")
-    return engine_parts(replace(config, model=model), params)
+    return engine_parts(
+        replace(config, model=model), params, checkpoint_dir=checkpoint_dir, keep=keep
+    )
 
 
-def engine_parts(config: EngineConfig, params: HostParams) -> EngineParts:
-    """An engine of any model, with its initial parameters on the host."""
-    engine = JaxEngine(config, params)
-    return EngineParts(training=engine, scoring=engine)
+def engine_parts(
+    config: EngineConfig,
+    params: HostParams,
+    *,
+    checkpoint_dir: Path | None = None,
+    keep: int = 2,
+) -> EngineParts:
+    """An engine of any model, with its initial parameters on the host.
+
+    Without `checkpoint_dir` it keeps no checkpoints; `keep`: complete checkpoints kept there.
+    """
+    engine = JaxEngine(
+        config, params, can_checkpoint=checkpoint_dir is not None, can_export_weights=True
+    )
+    return EngineParts(
+        training=engine,
+        scoring=engine,
+        checkpoint=(
+            None if checkpoint_dir is None else JaxCheckpoints(engine, checkpoint_dir, keep=keep)
+        ),
+        weights=JaxWeights(engine),
+    )
