@@ -24,8 +24,6 @@ ORCHESTRATOR: Final = MappingProxyType(
         "num_minibatches": "num_minibatches",
         "num_iterations": "num_iterations",
         "old_logprobs": "old_logprobs",
-        "PIPELINE_STEP_BOUNDARY": "pipeline_step_boundary",
-        "STAGE_NEXT_MICROBATCH": "stage_next_microbatch",
         "stage_before_update": "stage_before_update",
         "dispatch_before_metrics": "dispatch_before_metrics",
         "checkpoint_every": "checkpoint_every",

@@ -441,7 +441,7 @@ _ALL: Final = (
         kind=Kind.NUMBER,
         default=None,
         implied="longest_micro_batch_s + checkpoint_s + 30",
-        meaning="Seconds between SIGTERM and SIGKILL. Less than the sum of both is refused.",
+        meaning="Seconds between SIGTERM and SIGKILL. Less than the sum of both and 10 s is refused.",
     ),
     _key(_CLUSTER, "worker_cpu", Kind.QUANTITY, "4", "CPU of a worker pod."),
     _key(_CLUSTER, "worker_memory", Kind.QUANTITY, "16Gi", "Memory of a worker pod."),

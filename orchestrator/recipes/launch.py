@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from orchestrator.recipes.flagnames import (
     WORKER,
 )
 from orchestrator.recipes.keys import KEYS
-from orchestrator.recipes.resolve import Settings
+from orchestrator.recipes.resolve import EXIT_MARGIN_S, STATE_DIR, Settings
 from orchestrator.recipes.values import Value, value_text
 
 WORKER_PORT: Final = 7443
@@ -30,7 +29,6 @@ ORCHESTRATOR_PROBE_PORT: Final = 7455
 ORCHESTRATOR_METRICS_PORT: Final = 9464
 
 RUN_DIR: Final = "/run/prestage"
-STATE_DIR: Final = "/var/lib/prestage"
 TLS_DIR: Final = "/etc/prestage/tls"
 TOKEN_DIR: Final = "/etc/prestage/tokens"
 
@@ -81,8 +79,13 @@ def _flag(table: Mapping[str, str], name: str, value: Value) -> str:
     return f"--{table[name]}={value_text(value)}"
 
 
+def serves_tls(s: Settings, role: str) -> bool:
+    """Whether other hosts reach the program, or it reaches others. A unix socket needs no TLS."""
+    return s.text("layout") == "separate" or (role == "orchestrator" and not s.text("rollouts"))
+
+
 def _serving(
-    table: Mapping[str, str], site: Site, s: Settings, probe: int, metrics: int
+    table: Mapping[str, str], site: Site, s: Settings, role: str, probe: int, metrics: int
 ) -> list[str]:
     """Flags that both programs have: probes, metrics, certificates, how they end."""
     host = "0.0.0.0" if site.reachable else "127.0.0.1"
@@ -91,13 +94,11 @@ def _serving(
         _flag(table, "metrics_address", host),
         _flag(table, "metrics_port", metrics),
     ]
-    if s.text("tls_secret"):
+    if serves_tls(s, role):
         flags.append(_flag(table, "tls_dir", TLS_DIR))
         flags.append(_flag(table, "token_dir", TOKEN_DIR))
-    # A margin, so that the program ends by itself before it is killed.
-    flags.append(
-        _flag(table, "grace_s", s.number("grace_s") - math.ceil(0.05 * s.number("grace_s")))
-    )
+    # The program ends by itself before it is killed.
+    flags.append(_flag(table, "grace_s", s.number("grace_s") - EXIT_MARGIN_S))
     if site.in_a_job:
         flags.append(_flag(table, "interrupted_exit_code", INTERRUPTED))
     return flags
@@ -136,7 +137,14 @@ def orchestrator_program(s: Settings, site: Site) -> Program:
         flags.append(_flag(ORCHESTRATOR, "listen", f"0.0.0.0:{INGEST_PORT}"))
     flags += [
         _flag(ORCHESTRATOR, "health_listen", f"127.0.0.1:{ORCHESTRATOR_STATUS_PORT}"),
-        *_serving(ORCHESTRATOR, site, s, ORCHESTRATOR_PROBE_PORT, ORCHESTRATOR_METRICS_PORT),
+        *_serving(
+            ORCHESTRATOR,
+            site,
+            s,
+            "orchestrator",
+            ORCHESTRATOR_PROBE_PORT,
+            ORCHESTRATOR_METRICS_PORT,
+        ),
         *(_flag(ORCHESTRATOR, name, s.values[name]) for name in _PLAIN),
         _flag(ORCHESTRATOR, "shared_memory_bytes", shared),
         _flag(ORCHESTRATOR, "trainer_wait_s", s.number("compile_budget_s")),
@@ -156,7 +164,7 @@ def worker_program(s: Settings, site: Site) -> Program:
     flags = [
         _flag(WORKER, "listen", site.worker_listen),
         _flag(WORKER, "health_listen", status),
-        *_serving(WORKER, site, s, WORKER_PROBE_PORT, WORKER_METRICS_PORT),
+        *_serving(WORKER, site, s, "worker", WORKER_PROBE_PORT, WORKER_METRICS_PORT),
         _flag(WORKER, "state_dir", f"{site.state_dir}/worker"),
         _flag(WORKER, "engine", s.text("engine")),
     ]

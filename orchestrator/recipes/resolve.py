@@ -32,7 +32,10 @@ from orchestrator.recipes.values import (
     value_text,
 )
 
-GRACE_MARGIN_S: Final = 30.0
+STATE_DIR: Final = "/var/lib/prestage"
+"""Where both programs keep what must outlive them."""
+EXIT_MARGIN_S: Final = 10.0
+"""What a program leaves of its grace, so that it ends before it is killed."""
 
 
 class Origin(enum.Enum):
@@ -232,7 +235,7 @@ def resolve(recipe: Mapping[str, str], caller: Mapping[str, str]) -> Settings:
     r.take("layout", "one-pod" if r.values["hosts"] == 1 else "separate")
     r.take("longest_micro_batch_s")
     r.take("checkpoint_s")
-    r.take("grace_s", _least_grace(r.values) + GRACE_MARGIN_S)
+    r.take("grace_s", _least_grace(r.values) + 20.0)
     for name in KEYS:
         if name not in r.values:
             r.take(name)
@@ -255,7 +258,7 @@ def resolve(recipe: Mapping[str, str], caller: Mapping[str, str]) -> Settings:
 def _least_grace(values: Mapping[str, Value]) -> float:
     batch, checkpoint = values["longest_micro_batch_s"], values["checkpoint_s"]
     assert isinstance(batch, float) and isinstance(checkpoint, float)
-    return math.ceil(batch + checkpoint)
+    return math.ceil(batch + checkpoint) + EXIT_MARGIN_S
 
 
 def _warnings(values: Mapping[str, Value]) -> list[str]:
@@ -283,6 +286,8 @@ def _check_trainer(s: Settings) -> None:
                     f"{name} is set, but engine {s.text('engine')} does not know it: use engine:"
                     f" maxtext, or remove {name}"
                 )
+    if s.text("preset") and s.text("engine") != "jax":
+        raise RecipeError(f"preset is set, but engine is {s.text('engine')}: presets are jax's")
     if s.text("accelerator") != "tpu":
         for name in ("TRAINER_TUNED_FLAGS", "LIBTPU_INIT_ARGS"):
             if s.values[name] not in (False, ()):
@@ -346,11 +351,17 @@ def _check_run(s: Settings) -> None:
             f"checkpoint_every is {s.whole('checkpoint_every')} without checkpoint_dir: set the"
             " folder, or checkpoint_every: 0"
         )
+    folder = s.text("checkpoint_dir")
+    if folder and "://" not in folder and not folder.startswith(f"{STATE_DIR}/"):
+        raise RecipeError(
+            f"checkpoint_dir is {folder!r}: it would not outlive the process; use a folder under"
+            f" {STATE_DIR}/ or a URL such as gs://bucket/path"
+        )
     least = _least_grace(s.values)
     if s.number("grace_s") < least:
         raise RecipeError(
-            f"grace_s is {s.number('grace_s'):g}: the longest micro-batch and a checkpoint need"
-            f" {least:g}; a shorter grace would kill them"
+            f"grace_s is {s.number('grace_s'):g}: the longest micro-batch, a checkpoint and"
+            f" {EXIT_MARGIN_S:g} s to end need {least:g}; a shorter grace would kill them"
         )
 
 
