@@ -178,6 +178,27 @@ def test_d4_r7_a_resumed_run_goes_on_with_the_first_untrained_step() -> None:
         assert again.digest == wanted
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_worker_restarted_while_data_is_waited_for_is_noticed(arm: str) -> None:
+    """The put finds it out first; the runner has no call to make and must be told to ask."""
+    wanted, _ = undisturbed(ARMS[arm])
+    with site() as here:
+
+        class Restarting(SyntheticSource):
+            restarts = 0
+
+            def open_step(self, step: int) -> StepFeed | None:
+                if step == 1 and not self.restarts:
+                    self.restarts += 1
+                    here.restart()
+                return super().open_step(step)
+
+        source = Restarting(SHAPE, "run")
+        result = run_against(address_of(here.server), ARMS[arm], source=source, shape=SHAPE)
+        assert source.restarts == 1
+        assert result.digest == wanted
+
+
 class Broken(SyntheticSource):
     def open_step(self, step: int) -> StepFeed | None:
         if step == 1:

@@ -206,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "    return replace(state, mode=Mode.SETTLE, lost=sent)\n",
         "    return replace(state, mode=Mode.SETTLE)\n",
         "walk staged",
-        "never-stages: applies update 0",
+        "KEY_REUSED",
     ),
     _mutant(
         "gap after a lost stage",
