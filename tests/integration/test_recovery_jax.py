@@ -1,8 +1,7 @@
 """Kill and recovery of the real jax engine over gRPC.
 
-1. A worker replaced in the middle of a step, and one killed by SIGKILL, end with the undisturbed
-   run's parameters, and did resume from a checkpoint.
-2. "Resume asked, none found" is an error.
+A worker replaced in the middle of a step, and one killed by SIGKILL, end with the undisturbed
+run's parameters, and did resume from a checkpoint.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -285,6 +286,23 @@ def test_r32_a_full_disk_is_raised_by_wait_and_the_previous_one_stays(
     with pytest.raises(OSError, match="No space left"):
         save.wait()
     assert names(tmp_path) == ["step-1"] and store.durable_step() == 1
+
+
+def test_r32_a_write_that_the_system_refuses_is_raised_as_an_os_error(
+    tmp_path: Path, two_steps: dict[int, JaxEngine]
+) -> None:
+    store = JaxCheckpoints(two_steps[1], tmp_path)
+    save = store.begin_save(at(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"state\.safetensors could not be written"):
+            save.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == [] and store.durable_step() is None
+    save.wait()
+    assert store.durable_step() == 1
 
 
 def test_changed_bytes_are_an_error_that_changes_nothing(
