@@ -23,6 +23,12 @@ _INFLIGHT = flags.DEFINE_integer(
 _TIMED_FWD_BWD = define_finite_float("timed_fwd_bwd_s", 0.05, "timed: one micro-batch, s.")
 _TIMED_UPDATE = define_finite_float("timed_update_s", 0.01, "timed: one update, s.")
 _TIMED_COPY = define_finite_float("timed_copy_s", 0.02, "timed: one input copy, s.")
+_TIMED_RATE = define_finite_float(
+    "timed_copy_bytes_per_s", 0.0, "timed: rate of input copies, on top of timed_copy_s; 0 = none."
+)
+_TIMED_SAVE = define_finite_float(
+    "timed_checkpoint_s", 0.0, "timed: from a snapshot to its durable checkpoint, s."
+)
 _TIMED_IDLE = define_finite_float(
     "timed_idle_wait_s", 0.0, "timed: what wait_for_device reads on an idle device, s."
 )
@@ -40,6 +46,8 @@ def _timed() -> EngineParts:
             fwd_bwd_seconds=_TIMED_FWD_BWD.value,
             update_seconds=_TIMED_UPDATE.value,
             copy_seconds=_TIMED_COPY.value,
+            copy_bytes_per_second=_TIMED_RATE.value,
+            checkpoint_seconds=_TIMED_SAVE.value,
             idle_wait_seconds=_TIMED_IDLE.value,
             compile_seconds=_TIMED_COMPILE.value,
             max_inflight=_INFLIGHT.value,

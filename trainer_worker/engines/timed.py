@@ -70,10 +70,17 @@ class TimedConfig:
             "replay_seconds",
             "idle_wait_seconds",
             "stage_call_seconds",
+            "compile_seconds",
+            "checkpoint_seconds",
         ):
             value = float(self.__dict__[name])
             if not 0 <= value < 1e6:
                 raise ValueError(f"{name} is {value}; use seconds between 0 and 1e6")
+        if not 0 <= self.copy_bytes_per_second < 1e15:
+            raise ValueError(
+                f"copy_bytes_per_second is {self.copy_bytes_per_second}; use bytes/s, or 0 for"
+                " copy_seconds alone"
+            )
         if self.max_inflight < 1:
             raise ValueError(f"max_inflight is {self.max_inflight}; use at least 1")
 
