@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from orchestrator.recipes.values import RecipeError
 
-MAX_RECIPE_BYTES = 1 << 20
+MAX_RECIPE_BYTES: Final = 1 << 20
+_SCALARS: Final = frozenset({"bool", "float", "int", "null", "str", "timestamp"})
 
 
 def read_recipe(path: Path) -> Mapping[str, str]:
@@ -60,7 +62,7 @@ def _entries(where: str, mapping: object) -> list[tuple[str, object, str]]:
         if name in seen:
             raise RecipeError(f"{where}: line {line}: {name} stands twice: keep one")
         if isinstance(value, yaml.ScalarNode):
-            if not value.tag.startswith("tag:yaml.org,2002:"):
+            if value.tag.removeprefix("tag:yaml.org,2002:") not in _SCALARS:
                 raise RecipeError(
                     f"{where}: line {line}: {name} has the tag {value.tag}: remove it"
                 )

@@ -133,6 +133,11 @@ def _probe(port: str, path: str, failures: int) -> Object:
     }
 
 
+def _unexpanded(text: str) -> str:
+    """Kubernetes replaces `$(NAME)` in arguments and variables."""
+    return text.replace("$(", "$$(")
+
+
 def _container(s: Settings, role: str, program: Program, ports: Mapping[str, int]) -> Object:
     """One container. Its probes ask a small process of their own, never the trainer's threads."""
     probe = f"{role[:6]}-probe"
@@ -153,8 +158,11 @@ def _container(s: Settings, role: str, program: Program, ports: Mapping[str, int
         "image": s.text(f"{role}_image"),
         "imagePullPolicy": "IfNotPresent",
         "command": [program.argv[0]],
-        "args": list(program.argv[1:]),
-        "env": [{"name": name, "value": value} for name, value in program.environment.items()],
+        "args": [_unexpanded(word) for word in program.argv[1:]],
+        "env": [
+            {"name": name, "value": _unexpanded(value)}
+            for name, value in program.environment.items()
+        ],
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
         ],
