@@ -263,7 +263,12 @@ def _judge_stage(state: BoundaryState, step: int, done: Done) -> BoundaryState:
         step,
         f"the stage after step {step} took {done.stage_seconds:.3f} s and the device was already"
         f" idle (waited {done.device_wait_seconds:.3f} s, idle baseline"
-        f" {state.idle_wait_seconds:.3f} s): the update waited for the stage",
+        f" {state.idle_wait_seconds:.3f} s): "
+        + (
+            "the update waited for the stage"
+            if state.plan.stage_before_update
+            else "it hid nothing"
+        ),
     )
     if state.hid_nothing >= state.plan.latch_after and not state.latched:
         state = _latch(

@@ -74,7 +74,9 @@ class CompileReport:
 
     seconds: float
     programs: int  # Backend compiles made.
-    idle_wait_seconds: tuple[float, ...] = ()  # wait_for_device on an idle device, several times.
+    idle_wait_seconds: tuple[float, ...] = ()
+    """What waiting for next to nothing takes on the idle device, several times, by the same kind of
+    wait as `Dispatched.wait`: staged boundaries are judged by the one against the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class TrainingEngine(Protocol):
         ...
 
     def compile(self, spec: CompileSpec) -> CompileReport:
-        """Compile everything a step needs and measure `wait_for_device` on the idle device."""
+        """Compile everything a step needs and measure a wait on the idle device."""
         ...
 
     def check(self, batch: MicroBatch) -> None:

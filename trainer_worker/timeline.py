@@ -26,6 +26,13 @@ class BoundaryFacts:
     next_started_s: float = -1.0  # When the next step's first micro-batch began.
     stage_seconds: float = -1.0
     stage_ended_s: float = -1.0
+    # When the host heard: on a remote runtime later than when the device was done.
+    last_index: int = -1  # The newest micro-batch dispatched.
+    last_heard_s: float = -1.0  # That it is computed.
+    update_dispatched: bool = False
+    update_heard_s: float = -1.0
+    known_s: float = -1.0  # When the host held the step's metrics, which the update computes.
+    staged_behind_update: bool = False  # The update was dispatched before the stage.
 
     @property
     def idle_seconds(self) -> float:
@@ -37,10 +44,16 @@ class BoundaryFacts:
 
     @property
     def device_wait_seconds(self) -> float:
-        """How long the last micro-batch still computed when the stage call was done."""
-        if self.stage_ended_s < 0 or self.last_finished_s < 0:
+        """From the stage call's end until the host heard that what the stage hid behind is computed.
+
+        That is the last micro-batch, or the update where the stage followed it. Heard, as the idle
+        device's own wait is: only so can the two be compared.
+        """
+        heard_s = self.update_heard_s if self.staged_behind_update else self.last_heard_s
+        heard = [when for when in (heard_s, self.known_s) if when >= 0]
+        if self.stage_ended_s < 0 or not heard:
             return -1.0
-        return max(0.0, self.last_finished_s - self.stage_ended_s)
+        return max(0.0, min(heard) - self.stage_ended_s)
 
 
 class DeviceTimeline:
@@ -66,9 +79,23 @@ class DeviceTimeline:
         if before is not None:
             self._set(from_step - 1, replace(before, next_started_s=-1.0))
 
+    def dispatched(self, step: int, index: int) -> None:
+        """A micro-batch was given to the device."""
+        self._set(step, replace(self.facts(step), last_index=index, last_heard_s=-1.0))
+
+    def update_dispatched(self, step: int) -> None:
+        self._set(step, replace(self.facts(step), update_dispatched=True))
+
     def staged(self, boundary_step: int, seconds: float, ended_s: float) -> None:
         facts = self.facts(boundary_step)
-        self._set(boundary_step, replace(facts, stage_seconds=seconds, stage_ended_s=ended_s))
+        facts = replace(facts, stage_seconds=seconds, stage_ended_s=ended_s)
+        self._set(boundary_step, replace(facts, staged_behind_update=facts.update_dispatched))
+
+    def known(self, step: int, now_s: float) -> None:
+        """The host holds the step's metrics: all of it is computed. The first time counts."""
+        facts = self._steps.get(step)
+        if facts is not None and facts.known_s < 0:
+            self._set(step, replace(facts, known_s=now_s))
 
     def _span(self, span: DeviceSpan, seen_s: float, earliest_s: float) -> tuple[float, float]:
         finished_s = seen_s if span.finished_s is None else span.finished_s
@@ -96,7 +123,10 @@ class DeviceTimeline:
         if counts:
             if index == 0 and step > 0:
                 self._set(step - 1, replace(self.facts(step - 1), next_started_s=started_s))
-            self._set(step, replace(self.facts(step), last_finished_s=finished_s))
+            facts = replace(self.facts(step), last_finished_s=finished_s)
+            if index == facts.last_index:
+                facts = replace(facts, last_heard_s=seen_s)
+            self._set(step, facts)
         return DeviceRecord(
             kind="fwd_bwd", step=step, index=index, started_s=started_s, finished_s=finished_s
         )
@@ -114,7 +144,7 @@ class DeviceTimeline:
         if counts:
             facts = self.facts(step)
             facts = replace(facts, update_started_s=started_s, update_finished_s=finished_s)
-            self._set(step, facts)
+            self._set(step, replace(facts, update_heard_s=seen_s))
         return DeviceRecord(
             kind="update", step=step, index=-1, started_s=started_s, finished_s=finished_s
         )

@@ -64,7 +64,10 @@ class Watcher(Protocol):
     def facts(self, step: int) -> BoundaryFacts: ...
 
     def await_update(self, step: int, timeout_s: float) -> None:
-        """Return when `facts` knows the end of the step's update, if it is being watched."""
+        """Return when `facts` knows the end of the step's update, if it is being watched.
+
+        Called by whoever holds the step's metrics: from then on all of the step is computed.
+        """
         ...
 
     def in_flight(self) -> int:
@@ -92,12 +95,29 @@ def _why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class InlineWatcher:
-    """For engines with exact spans on a virtual clock: records at once, waits for nothing."""
+def _at_once(finished_s: float, asked_s: float) -> float:
+    return max(finished_s, asked_s)
 
-    def __init__(self, sink: Sink | None = None) -> None:
+
+class InlineWatcher:
+    """For engines with exact spans on a virtual clock: records at once, waits for nothing.
+
+    `hears`: when a wait that is begun at `asked_s` hears of the end at `finished_s`. It stands for
+    the thread that would wait for one piece of work after the other.
+    """
+
+    def __init__(
+        self,
+        sink: Sink | None = None,
+        *,
+        hears: Callable[[float, float], float] = _at_once,
+        clock: Clock | None = None,
+    ) -> None:
         self._timeline = DeviceTimeline()
         self._sink = sink
+        self._hears = hears
+        self._clock = clock
+        self._heard_s = 0.0
         self._failures: list[LateFailure] = []
 
     def copying(
@@ -106,14 +126,23 @@ class InlineWatcher:
         del step, index, prepared, source, now_s
 
     def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None:
+        self._timeline.dispatched(step, index)
         span = self._span(step, index, work)
         if span is not None:
-            self._out(self._timeline.computed(step, index, span, seen_s=now_s, earliest_s=now_s))
+            seen_s = self._seen_s(span, now_s)
+            self._out(self._timeline.computed(step, index, span, seen_s=seen_s, earliest_s=now_s))
 
     def updating(self, step: int, work: Dispatched, *, now_s: float) -> None:
+        self._timeline.update_dispatched(step)
         span = self._span(step, UPDATE, work)
         if span is not None:
-            self._out(self._timeline.updated(step, span, seen_s=now_s, earliest_s=now_s))
+            seen_s = self._seen_s(span, now_s)
+            self._out(self._timeline.updated(step, span, seen_s=seen_s, earliest_s=now_s))
+
+    def _seen_s(self, span: DeviceSpan, now_s: float) -> float:
+        finished_s = now_s if span.finished_s is None else span.finished_s
+        self._heard_s = self._hears(finished_s, max(self._heard_s, now_s))
+        return self._heard_s
 
     def _span(self, step: int, index: int, work: Dispatched) -> DeviceSpan | None:
         try:
@@ -137,7 +166,9 @@ class InlineWatcher:
         return self._timeline.facts(step)
 
     def await_update(self, step: int, timeout_s: float) -> None:
-        del step, timeout_s
+        del timeout_s
+        if self._clock is not None:
+            self._timeline.known(step, self._clock.now())
 
     def in_flight(self) -> int:
         return 0
@@ -245,6 +276,8 @@ class ThreadWatcher:
     def computing(self, step: int, index: int, work: Dispatched, *, now_s: float) -> None:
         copy = self._inputs.pop((step, index), None)
         watched = self._watch(step, index, now_s)
+        with self._lock:
+            self._timeline.dispatched(step, index)
         self._work.put(lambda: self._wait_compute(watched, work, copy))
 
     def _wait_compute(self, watched: _Watched, work: Dispatched, copy: _Watched | None) -> None:
@@ -273,6 +306,8 @@ class ThreadWatcher:
 
     def updating(self, step: int, work: Dispatched, *, now_s: float) -> None:
         watched = self._watch(step, UPDATE, now_s)
+        with self._lock:
+            self._timeline.update_dispatched(step)
         self._work.put(lambda: self._wait_update(watched, work))
 
     def _wait_update(self, watched: _Watched, work: Dispatched) -> None:
@@ -319,6 +354,7 @@ class ThreadWatcher:
 
     def await_update(self, step: int, timeout_s: float) -> None:
         with self._lock:
+            self._timeline.known(step, self._clock.now())
             found = next((w for w in self._open if (w.step, w.index) == (step, UPDATE)), None)
         if found is not None:
             found.done.wait(timeout_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.plan import RunPlan
@@ -41,24 +43,31 @@ def test_staged_step_time_is_the_compute_and_the_update() -> None:
     assert [record.seconds for record in run.records[1:-1]] == pytest.approx([3.2] * 3)
 
 
-def test_with_a_dropless_retry_only_staging_before_the_update_hides_the_copy() -> None:
-    """The update waits for the last micro-batch's overflow flag: a stage after it hides nothing."""
-    replays = frozenset((step, 2) for step in range(STEPS))
-    rig = TimedConfig(
-        fwd_bwd_seconds=1.0,
-        update_seconds=0.2,
-        copy_seconds=0.7,
-        replays=replays,
-        replay_seconds=1.0,
-    )
-    after = run_direct(plan("staged_after"), rig)
-    before = run_direct(plan("staged"), rig)
-    stock = run_direct(plan("stock"), rig)
-    assert sum(before.idle) < sum(after.idle) <= sum(stock.idle)
-    assert before.digest == after.digest == stock.digest
+def test_where_the_update_waits_only_staging_before_it_hides_the_whole_copy() -> None:
+    """A dropless retry must know the last micro-batch's overflow flag before it updates, so a stage
+    after the update can hide behind the update's own 0.2 s only."""
+    rig = replace(
+        RIG, replays=frozenset({(STEPS + 1, 0)})
+    )  # Waits for the flag; nothing overflows.
+    idle = {arm: run_direct(plan(arm), rig).idle for arm in ("stock", "staged_after", "staged")}
+    boundaries = STEPS - 1
+    assert idle["staged"] == (0.0,) * boundaries
+    assert idle["staged_after"] == pytest.approx((0.5,) * boundaries)
+    assert idle["stock"] == pytest.approx((0.7,) * boundaries)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_retry_inside_the_update_changes_time_only_also_after_a_stage(index: int) -> None:
+    replays = frozenset((step, index) for step in range(STEPS))
+    rig = replace(RIG, replays=replays, replay_seconds=1.0)
     plain = run_direct(plan("stock"), RIG)
-    assert before.digest == plain.digest, "a replay must give what the undropped order gives"
-    assert [record.applied for record in before.records] == [True] * STEPS
+    for arm in ARMS:
+        run = run_direct(plan(arm), rig)
+        assert run.digest == plain.digest, arm
+        assert [record.dropless_replays for record in run.records] == [1] * STEPS, arm
+        if arm in ("staged", "zero_gap"):
+            assert run.idle == (0.0,) * (STEPS - 1), "the retry is work, and hides the copy as well"
+            assert all(record.staged_input_used for record in run.records[1:])
 
 
 def test_late_rollouts_apply_the_update_without_waiting() -> None:

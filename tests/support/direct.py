@@ -158,6 +158,7 @@ class DirectTrainer:
         if isinstance(kept, Refusal):
             return Answer(event=Refused(reason=kept.reason, message=kept.message))
         values = kept.pending.result()
+        self._worker.watcher.await_update(step, 0.0)
         facts = self._worker.watcher.facts(step)
         found = StepFacts(
             step=step,
@@ -223,7 +224,7 @@ def run_direct(
     worker = Worker(
         parts=parts,
         store=store,
-        watcher=InlineWatcher(),
+        watcher=InlineWatcher(hears=config.heard_s, clock=clock),
         clock=clock,
         incarnation=INCARNATION,
     )

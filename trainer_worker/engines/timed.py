@@ -7,11 +7,12 @@ and updates that it applied: a doubled, lost or reordered one shows in `paramete
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -40,6 +41,13 @@ from trainer_worker.engine import (
 _FIRST_DIGEST: Final = hashlib.sha256(b"prestage timed engine").hexdigest()
 
 
+class IdleWait(enum.Enum):
+    """Why a wait on an idle device takes `idle_wait_seconds`."""
+
+    LATE = "late"  # All that the host learns of the device, it learns so late.
+    LEAST = "least"  # Every wait takes at least so long; reading metrics does not.
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimedConfig:
     """How the made-up device behaves. Times in seconds."""
@@ -49,7 +57,8 @@ class TimedConfig:
     copy_seconds: float = 0.02  # Fixed part of an input copy.
     copy_bytes_per_second: float = 0.0  # 0 = the fixed part only.
     compile_seconds: float = 0.0
-    idle_wait_seconds: float = 0.0  # What a wait reads on an idle device: every answer is so late.
+    idle_wait_seconds: float = 0.0  # What a wait reads on an idle device.
+    idle_wait: IdleWait = IdleWait.LEAST
     stage_call_seconds: float = 0.0  # Host time of a prepare_fwd_bwd_input call itself.
     max_inflight: int = 2
     can_stage: bool = True
@@ -84,6 +93,21 @@ class TimedConfig:
         if self.max_inflight < 1:
             raise ValueError(f"max_inflight is {self.max_inflight}; use at least 1")
 
+    @property
+    def answers_late_s(self) -> float:
+        """How late the host holds a result that it reads."""
+        return self.idle_wait_seconds if self.idle_wait is IdleWait.LATE else 0.0
+
+    def heard_s(self, finished_s: float, asked_s: float) -> float:
+        """When a wait that is begun at `asked_s` hears of the end at `finished_s`.
+
+        Every wait of this engine goes by it, so that the idle baseline and what is compared with it
+        are of one kind.
+        """
+        if self.idle_wait is IdleWait.LATE:
+            return max(finished_s + self.idle_wait_seconds, asked_s)
+        return max(finished_s, asked_s + self.idle_wait_seconds)
+
 
 @dataclass(kw_only=True)
 class _Prepared:
@@ -104,21 +128,18 @@ class _Prepared:
 class _Dispatched:
     span: DeviceSpan
     clock: Clock
-    late_s: float = 0.0  # How late the host hears of its end, as on a remote runtime.
+    hears: Callable[[float, float], float]
     failure: DeviceFailure | None = None
 
-    def _heard_s(self) -> float:
-        assert self.span.finished_s is not None
-        return self.span.finished_s + self.late_s
-
     def wait(self) -> DeviceSpan:
-        self.clock.sleep_until(self._heard_s())
+        assert self.span.finished_s is not None
+        self.clock.sleep_until(self.hears(self.span.finished_s, self.clock.now()))
         return self.peek()
 
     def peek(self) -> DeviceSpan:
         if self.failure is not None:
             raise self.failure
-        return DeviceSpan(started_s=self.span.started_s, finished_s=self._heard_s())
+        return self.span
 
 
 @dataclass(kw_only=True)
@@ -256,7 +277,7 @@ class TimedEngine:
         step, index = prepared.batch_id.step, prepared.batch_id.index
         self._raise_if_planned(f"fwd_bwd {step} {index}")
         while len(self._inflight) >= self._config.max_inflight:
-            self._clock.sleep_until(self._inflight.popleft())
+            self._wait_until(self._inflight.popleft())
         assert prepared.span.finished_s is not None
         started_s = max(self._clock.now(), prepared.span.finished_s, self._compute_free_s)
         self._compute_free_s = started_s + self._config.fwd_bwd_seconds
@@ -271,13 +292,16 @@ class TimedEngine:
             self._apply()
         span = DeviceSpan(started_s=started_s, finished_s=self._compute_free_s)
         return _Dispatched(
-            span=span, clock=self._clock, late_s=self._config.idle_wait_seconds, failure=failure
+            span=span, clock=self._clock, hears=self._config.heard_s, failure=failure
         )
 
+    def _wait_until(self, finished_s: float) -> None:
+        self._clock.sleep_until(self._config.heard_s(finished_s, self._clock.now()))
+
     def wait_for_device(self) -> float:
+        """A wait on a marker that is dispatched now, behind all other work."""
         started_s = self._clock.now()
-        busy_until_s = max(self._compute_free_s, started_s + self._config.idle_wait_seconds)
-        self._clock.sleep_until(busy_until_s)
+        self._wait_until(max(self._compute_free_s, started_s))
         self._inflight.clear()
         return self._clock.now() - started_s
 
@@ -292,13 +316,11 @@ class TimedEngine:
         replayed = [key for key in self._open.ids if key in self._config.replays]
         if self._config.replays:
             # The overflow flag of the last micro-batch decides: the update waits for it.
-            self._clock.sleep_until(self._compute_free_s)
-        for _ in replayed:
-            self._compute_free_s = (
-                max(self._clock.now(), self._compute_free_s) + self._config.replay_seconds
-            )
+            self._wait_until(self._compute_free_s)
+        # The retries are the device's work like the update that they are part of.
         started_s = max(self._clock.now(), self._compute_free_s)
-        self._compute_free_s = started_s + self._config.update_seconds
+        seconds = len(replayed) * self._config.replay_seconds + self._config.update_seconds
+        self._compute_free_s = started_s + seconds
         denominator, count = self._open.denominator, len(self._open.ids)
         applied = denominator > 0
         if applied:
@@ -308,10 +330,10 @@ class TimedEngine:
         span = DeviceSpan(started_s=started_s, finished_s=self._compute_free_s)
         return UpdateResult(
             applied=applied,
-            completion=_Dispatched(span=span, clock=self._clock),
+            completion=_Dispatched(span=span, clock=self._clock, hears=self._config.heard_s),
             metrics=_Metrics(
                 values={"denominator": denominator, "micro_batches": float(count)},
-                known_at_s=self._compute_free_s,
+                known_at_s=self._compute_free_s + self._config.answers_late_s,
                 clock=self._clock,
             ),
             dropless_replays=len(replayed),
