@@ -11,6 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,9 +27,27 @@ ARMS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def predicted(fwd_bwd_s: float, update_s: float, copy_s: float) -> list[Prediction]:
-    """What the arithmetic says. Bands: the promises, in seconds."""
-    del fwd_bwd_s, update_s
+@dataclass(frozen=True, kw_only=True)
+class ArmTimes:
+    """One arm: idle of each boundary that is known, in seconds, and staged inputs consumed."""
+
+    idle_s: tuple[float, ...]
+    staged: int
+
+
+def predicted(copy_s: float, boundaries: int) -> list[Prediction]:
+    """What the arithmetic says of a copy shorter than a micro-batch. Bands: the promises."""
+    staged = [
+        Prediction(
+            quantity=f"{name}/staged_inputs",
+            value=boundaries,
+            low=boundaries - 1,
+            high=boundaries,
+            unit="",
+            why="all but perhaps the first: step 0 may be dispatched whole before step 1 is packed",
+        )
+        for name in ("staged", "zero_gap")
+    ]
     return [
         Prediction(
             quantity="stock/boundary_idle",
@@ -51,11 +70,12 @@ def predicted(fwd_bwd_s: float, update_s: float, copy_s: float) -> list[Predicti
             high=0.005,
             why="the staged micro-batch is dispatched while the update still computes",
         ),
+        *staged,
     ]
 
 
-def run_arm(name: str, arguments: argparse.Namespace) -> list[float]:
-    """Boundary idle of every boundary, in seconds."""
+def run_arm(name: str, arguments: argparse.Namespace) -> ArmTimes:
+    """Run one arm with a fresh worker. Raises `ProcessError`."""
     folder = arguments.out / name
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
@@ -73,7 +93,7 @@ def run_arm(name: str, arguments: argparse.Namespace) -> list[float]:
                 f"--rollouts={arguments.rollouts}",
                 f"--run_id={name}",
                 "--rows=1",
-                "--tokens_per_row=1024",
+                "--tokens_per_row=1536",
                 "--groups_per_batch=1",
                 f"--num_steps={arguments.boundaries + 1}",
                 f"--result_file={result}",
@@ -82,7 +102,11 @@ def run_arm(name: str, arguments: argparse.Namespace) -> list[float]:
             folder / "orchestrator.log",
         )
     steps = json.loads(result.read_text())["steps"]
-    return [float(step["boundary_idle_seconds"]) for step in steps[:-1]]
+    idle = [float(step["boundary_idle_seconds"]) for step in steps[:-1]]
+    return ArmTimes(
+        idle_s=tuple(seconds for seconds in idle if seconds >= 0),
+        staged=sum(bool(step["staged_input_used"]) for step in steps),
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -94,22 +118,32 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--update_s", type=float, default=0.2)
     parser.add_argument("--copy_s", type=float, default=0.7)
     arguments = parser.parse_args(argv)
+    if arguments.boundaries < 1:
+        parser.error(f"--boundaries is {arguments.boundaries}; use 1 or more")
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / "predictions.json"
     path.unlink(missing_ok=True)
-    wanted = predicted(arguments.fwd_bwd_s, arguments.update_s, arguments.copy_s)
+    wanted = predicted(arguments.copy_s, arguments.boundaries)
     written = predictions.write(path, "boundary idle by arm, medians", wanted)
     print(predictions.announcement(path, written))
-    measured = {}
-    print(f"{'arm':<10}{'boundaries':>11}{'median s':>10}{'least s':>10}{'most s':>10}")
+    measured: dict[str, float] = {}
+    print(
+        f"{'arm':<10}{'boundaries':>11}{'staged':>8}{'median s':>10}{'least s':>10}{'most s':>10}"
+    )
     try:
         for name in ARMS:
-            idle = run_arm(name, arguments)
-            known = [value for value in idle if value >= 0]
-            median = statistics.median(known)
-            measured[f"{name}/boundary_idle"] = median
+            times = run_arm(name, arguments)
+            known = times.idle_s
+            if len(known) < arguments.boundaries:
+                print(f"{name:<10}{len(known):>11}: not every boundary is known, so not scored")
+                continue
+            measured[f"{name}/boundary_idle"] = statistics.median(known)
+            if name != "stock":
+                measured[f"{name}/staged_inputs"] = times.staged
             print(
-                f"{name:<10}{len(known):>11}{median:>10.4f}{min(known):>10.4f}{max(known):>10.4f}"
+                f"{name:<10}{len(known):>11}{times.staged:>8}{statistics.median(known):>10.4f}"
+                f"{min(known):>10.4f}{max(known):>10.4f}",
+                flush=True,
             )
     except ProcessError as error:
         print(f"orchestrator bench boundary: {error}", file=sys.stderr)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from orchestrator.bench import boundary
 from orchestrator.plan import RunPlan
 from tests.support.direct import run_direct
 from trainer_worker.engines.timed import TimedConfig
@@ -86,3 +89,18 @@ def test_the_step_clock_starts_before_a_wait_for_groups_flags_on_or_off() -> Non
         ends = [record.finished_s for record in run.records]
         assert starts == sorted(starts)
         assert all(end >= start for start, end in zip(starts, ends, strict=True))
+
+
+@pytest.mark.slow
+def test_on_the_real_clock_staging_hides_the_copy_and_zero_gap_the_rest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two processes, medians of 10 boundaries; the bands are predicted before the first arm."""
+    assert boundary.main([f"--out={tmp_path}"]) == 0, capsys.readouterr().out
+    bands = {
+        item["quantity"]: (item["low"], item["high"])
+        for item in json.loads((tmp_path / "predictions.json").read_text())["predictions"]
+    }
+    assert bands["stock/boundary_idle"][0] >= 0.7
+    assert bands["staged/boundary_idle"][1] <= 0.02
+    assert bands["zero_gap/boundary_idle"][1] <= 0.005
