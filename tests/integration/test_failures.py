@@ -36,7 +36,7 @@ from orchestrator.calls import (
 )
 from orchestrator.feeder import StepFeed
 from orchestrator.metrics import OrchestratorMetrics
-from orchestrator.plan import RunPlan
+from orchestrator.plan import Ineligible, RunPlan
 from orchestrator.ports import Answer, StepFacts
 from orchestrator.runner import RunFailed
 from orchestrator.trainer_client import TrainerClient
@@ -358,3 +358,16 @@ def test_a_retry_inside_the_update_gives_the_unstaged_parameters_and_is_counted(
         assert counted == [0, 1, 1, 0], arm
         if arm in STAGED:
             assert any(record.staged_input_used for record in done.book.records()), arm
+
+
+# -- the page ---------------------------------------------------------------------------------------
+
+
+def test_every_note_and_every_reason_not_to_stage_is_explained() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "step-boundary.md").read_text()
+    missing = [kind.value for kind in NoteKind if f"`{kind.value}`" not in page]
+    said_elsewhere = (Ineligible.SWITCH_OFF, Ineligible.LATCHED)  # No line a boundary.
+    missing += [
+        why.value for why in Ineligible if why not in said_elsewhere and why.value not in page
+    ]
+    assert not missing, f"docs/step-boundary.md does not explain {missing}"
