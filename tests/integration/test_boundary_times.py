@@ -68,6 +68,9 @@ def test_a_retry_inside_the_update_changes_time_only_also_after_a_stage(index: i
         run = run_direct(plan(arm), rig)
         assert run.digest == plain.digest, arm
         assert [record.dropless_replays for record in run.records] == [1] * STEPS, arm
+        unretried = run_direct(plan(arm), RIG)
+        if arm in ("stock", "staged", "zero_gap"):
+            assert run.seconds == pytest.approx(unretried.seconds + STEPS), arm
         if arm in ("staged", "zero_gap"):
             assert run.idle == (0.0,) * (STEPS - 1), "the retry is work, and hides the copy as well"
             assert all(record.staged_input_used for record in run.records[1:])
