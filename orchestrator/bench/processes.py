@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO
 
 
@@ -49,9 +50,16 @@ class WorkerProcess:
 
 @contextlib.contextmanager
 def worker_process(
-    arguments: Sequence[str], log: Path, *, ready_s: float = 120.0
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    ready_s: float = 120.0,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[WorkerProcess]:
-    """Run a worker on a unix socket of its own. Raises `ProcessError`."""
+    """Run a worker on a unix socket of its own; `environment` is added to ours.
+
+    Raises `ProcessError`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prestage-") as folder, log.open("wb") as output:
         address = f"unix://{folder}/worker.sock"
@@ -64,7 +72,7 @@ def worker_process(
             f"--ready_file={ready}",
             *arguments,
         ]
-        process = _start(command, output)
+        process = _start(command, output, environment)
         worker = WorkerProcess(address=address, process=process, log=log)
         try:
             deadline_s = time.monotonic() + ready_s
@@ -81,9 +89,15 @@ def worker_process(
             worker.stop()
 
 
-def _start(command: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], output: IO[bytes], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=os.environ
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **environment},
     )
 
 

@@ -65,7 +65,11 @@ def run_arm(name: str, arm: Arm, spec: Spec, rollouts: Path, out: Path) -> ArmRu
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
     result.unlink(missing_ok=True)  # An earlier run's must not be taken for this one's.
-    with worker_process(arm.worker, folder / "worker.log") as worker:
+    with worker_process(
+        arm.worker,
+        folder / "worker.log",
+        environment=dict(word.split("=", 1) for word in arm.environment),
+    ) as worker:
         run_orchestrator(
             [
                 f"--trainer={worker.address}",

@@ -51,10 +51,11 @@ DEFAULT_BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Flags of one arm's two processes."""
+    """Flags of one arm's two processes, and variables of its worker's environment."""
 
     worker: tuple[str, ...]
     orchestrator: tuple[str, ...]
+    environment: tuple[str, ...] = ()  # NAME=VALUE: what no flag reaches, such as libtpu's.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def _table(path: Path, data: Mapping[str, object], key: str) -> Mapping[str, obj
     value = data.get(key, {})
     if not isinstance(value, dict):
         raise SpecError(f"{path}: [{key}] is no table")
-    unknown = sorted(set(value) - {"worker", "orchestrator"})
+    unknown = sorted(set(value) - {"worker", "orchestrator", "environment"})
     if unknown and key != "bounds":
         raise SpecError(f"{path}: [{key}] has the unknown key {unknown[0]!r}")
     return value
@@ -113,7 +114,26 @@ def _arm(path: Path, common: Mapping[str, object], own: Mapping[str, object], na
         )
         return _no_flag_of_ours(path, key, flags)
 
-    return Arm(worker=both("worker"), orchestrator=both("orchestrator"))
+    return Arm(
+        worker=both("worker"),
+        orchestrator=both("orchestrator"),
+        environment=_environment(path, common, own, name),
+    )
+
+
+def _environment(
+    path: Path, common: Mapping[str, object], own: Mapping[str, object], name: str
+) -> tuple[str, ...]:
+    """Variables of the arm's worker; the arm's own replace the common ones of the same name."""
+    found: dict[str, str] = {}
+    for where, table in (("common", common), (name, own)):
+        words = _strings(path, f"{where}.environment", table.get("environment", []))
+        for word in words:
+            variable, equals, value = word.partition("=")
+            if not variable or not equals:
+                raise SpecError(f"{path}: {where}.environment has {word!r}; write NAME=VALUE")
+            found[variable] = value
+    return tuple(f"{variable}={value}" for variable, value in found.items())
 
 
 def _limit(path: Path, where: str, value: object) -> float:
