@@ -1,0 +1,1 @@
+"""Rollouts coming in over gRPC: the service, its flow control, and what samplers are told."""
