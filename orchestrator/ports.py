@@ -51,6 +51,10 @@ class TrainerPort(Protocol):
         """Metrics of closed steps, read again for the final table; empty when not kept."""
         ...
 
+    def in_flight(self) -> int:
+        """Micro-batches dispatched to the device and not done; 0 when that cannot be learnt."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from orchestrator.boundary import BoundaryState, advance, initial
+from orchestrator.boundary import BoundaryState, Mode, advance, initial
 from orchestrator.calls import (
     Action,
     Await,
+    Done,
     Event,
     Fail,
     Finish,
@@ -36,6 +37,9 @@ from prestage.protocol import CLOSING_CALLS, Call
 from prestage.trace import TraceRecord
 
 log = logging.getLogger("prestage.orchestrator")
+
+_QUEUED_POLL_S: Final = 0.01
+"""How often the worker is asked whether the device still has a micro-batch queued."""
 
 _QUIET: Final = {NoteKind.INELIGIBLE, NoteKind.RESENT}
 
@@ -149,9 +153,28 @@ class Runner:
         if isinstance(answer.event, Lost):
             return self._lost(answer.event)
         self._lost_since, self._lost_count = None, 0
+        if send.call is Call.FWD_BWD_DEFER and isinstance(answer.event, Done):
+            self._await_while_queued(send.step + 1)
         if send.call in CLOSING_CALLS and not isinstance(answer.event, Refused):
             self._feeder.step_closed(before.step)
         return answer.event
+
+    def _await_while_queued(self, step: int) -> None:
+        """Give `step`'s first micro-batch the time that the held-back update must wait anyway.
+
+        While the device has a micro-batch queued behind the one that it computes, the update could
+        not run yet: what becomes ready until then still counts as ready before the call's answer.
+        """
+        while (
+            self._state.mode is Mode.RUN
+            and step < self._state.plan.num_steps
+            and not self._state.put_refused
+            and not any(r.step == step and r.index == 0 for r in self._state.ready)
+            and self._trainer.in_flight() >= 2
+        ):
+            event = self._feeder.next_event(_QUEUED_POLL_S)
+            if event is not None:
+                self._advance(event)
 
     def _record(self, send: Send, answer: Answer, started_s: float, seconds: float) -> TraceRecord:
         state = self._state

@@ -148,6 +148,15 @@ class TrainerClient:
                 return ()
             raise
 
+    def in_flight(self) -> int:
+        try:
+            response = self._stub.GetState(
+                pb.GetStateRequest(), timeout=self._deadlines.state_s, metadata=self._metadata
+            )
+        except grpc.RpcError:
+            return 0  # Only asked to wait longer: the call that follows finds out what is wrong.
+        return response.state.in_flight
+
     # -- one method a call ------------------------------------------------------------------------
 
     def _dispatch(self, send: Send, data_cursor: str) -> Answer:

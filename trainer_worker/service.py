@@ -329,6 +329,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             seconds_since_progress=max(0.0, self._clock.now() - snapshot.progress_s),
             backend_compiles=snapshot.backend_compiles,
             idle_wait_seconds=snapshot.idle_wait_seconds,
+            in_flight=self._worker.watcher.in_flight(),
         )
         step_state_into_proto(session.step, message)
         stats = self._store.stats()

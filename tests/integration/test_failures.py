@@ -260,6 +260,9 @@ class LosesAStage:
     def read_metrics(self, from_step: int, count: int) -> tuple[StepFacts, ...]:
         return self._inner.read_metrics(from_step, count)
 
+    def in_flight(self) -> int:
+        return self._inner.in_flight()
+
 
 class Notes:
     """Keeps notes and whether staging is latched."""

@@ -105,6 +105,9 @@ class Disturbed:
     def read_metrics(self, from_step: int, count: int) -> tuple[StepFacts, ...]:
         return self._inner.read_metrics(from_step, count)
 
+    def in_flight(self) -> int:
+        return self._inner.in_flight()
+
 
 def undisturbed(plan: RunPlan) -> tuple[str, int]:
     """(parameter digest, calls made)."""

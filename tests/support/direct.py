@@ -177,6 +177,9 @@ class DirectTrainer:
             train_step=kept.train_step,
         )
 
+    def in_flight(self) -> int:
+        return 0  # One thread: nothing becomes ready while it would wait.
+
     def read_metrics(self, from_step: int, count: int) -> tuple[StepFacts, ...]:
         del count
         return self._metrics(from_step).metrics

@@ -249,6 +249,10 @@ class Device:
         times.last_finished = ends
         return now
 
+    def queued_until(self, now: int) -> int:
+        """When the last micro-batch that was dispatched stops waiting behind another."""
+        return max(now, self._inflight[-2]) if len(self._inflight) > 1 else now
+
     def stage(self, step: int, index: int, now: int) -> int:
         self._staged = (step, index, self._copy(step, index, now))
         now += to_ns(self._shape.stage_s)

@@ -164,6 +164,13 @@ class _Feeder:
             return self._queue.popleft()[1]
         return None
 
+    def awaited(self, step: int, now: int, until: int) -> int:
+        """When the runner goes on: `step`'s first micro-batch is there, or the queue has run dry."""
+        for due, ready in self._queue:
+            if (ready.step, ready.index) == (step, 0):
+                return max(now, min(due, until))
+        return max(now, until) if self._waiting else now
+
     def next(self) -> tuple[int, Ready]:
         if not self._queue:
             raise SimError(
@@ -255,6 +262,8 @@ class _Run:
             now = device.fwd_bwd(send.step, send.index, last, now)
             if send.call is Call.FWD_BWD_APPLY:
                 now = device.update(send.step, now)
+            elif send.call is Call.FWD_BWD_DEFER:
+                now = self._feeder.awaited(send.step + 1, now, device.queued_until(now))
         else:
             match send.call:
                 case Call.STAGE_FWD_BWD:

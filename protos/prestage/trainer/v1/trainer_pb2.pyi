@@ -59,7 +59,7 @@ class BatchRef(_message.Message):
     def __init__(self, step: _Optional[int] = ..., index: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class WorkerState(_message.Message):
-    __slots__ = ("phase", "step", "micro_step", "train_step", "staged", "trained", "parameters_suspect", "failure", "lifecycle", "run_id", "incarnation", "epoch", "last_seq", "durable_step", "compiled", "stored", "stored_bytes", "store_limit_bytes", "background_failure", "running_call", "seconds_since_progress", "backend_compiles", "parameter_digest", "idle_wait_seconds")
+    __slots__ = ("phase", "step", "micro_step", "train_step", "staged", "trained", "parameters_suspect", "failure", "lifecycle", "run_id", "incarnation", "epoch", "last_seq", "durable_step", "compiled", "stored", "stored_bytes", "store_limit_bytes", "background_failure", "running_call", "seconds_since_progress", "backend_compiles", "parameter_digest", "idle_wait_seconds", "in_flight")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MICRO_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class WorkerState(_message.Message):
     BACKEND_COMPILES_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     IDLE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     micro_step: int
@@ -108,7 +109,8 @@ class WorkerState(_message.Message):
     backend_compiles: int
     parameter_digest: str
     idle_wait_seconds: float
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., micro_step: _Optional[int] = ..., train_step: _Optional[int] = ..., staged: _Optional[_Union[BatchRef, _Mapping]] = ..., trained: _Optional[_Iterable[_Union[BatchRef, _Mapping]]] = ..., parameters_suspect: bool = ..., failure: _Optional[str] = ..., lifecycle: _Optional[_Union[Lifecycle, str]] = ..., run_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., last_seq: _Optional[int] = ..., durable_step: _Optional[int] = ..., compiled: bool = ..., stored: _Optional[_Iterable[_Union[BatchRef, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., store_limit_bytes: _Optional[int] = ..., background_failure: _Optional[str] = ..., running_call: _Optional[str] = ..., seconds_since_progress: _Optional[float] = ..., backend_compiles: _Optional[int] = ..., parameter_digest: _Optional[str] = ..., idle_wait_seconds: _Optional[float] = ...) -> None: ...
+    in_flight: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., micro_step: _Optional[int] = ..., train_step: _Optional[int] = ..., staged: _Optional[_Union[BatchRef, _Mapping]] = ..., trained: _Optional[_Iterable[_Union[BatchRef, _Mapping]]] = ..., parameters_suspect: bool = ..., failure: _Optional[str] = ..., lifecycle: _Optional[_Union[Lifecycle, str]] = ..., run_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., last_seq: _Optional[int] = ..., durable_step: _Optional[int] = ..., compiled: bool = ..., stored: _Optional[_Iterable[_Union[BatchRef, _Mapping]]] = ..., stored_bytes: _Optional[int] = ..., store_limit_bytes: _Optional[int] = ..., background_failure: _Optional[str] = ..., running_call: _Optional[str] = ..., seconds_since_progress: _Optional[float] = ..., backend_compiles: _Optional[int] = ..., parameter_digest: _Optional[str] = ..., idle_wait_seconds: _Optional[float] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
 class OpenRunRequest(_message.Message):
     __slots__ = ("run_id",)
