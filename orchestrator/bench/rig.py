@@ -124,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
             f"--timed_fwd_bwd_s={arguments.fwd_bwd_s}",
             f"--timed_update_s={arguments.update_s}",
             f"--timed_copy_s={arguments.copy_s}",
+            "--timed_update_waits",  # As the rig that this one is modelled on: dropless retry.
             "--timed_vocab_size=49152",
         ]
     measured: dict[str, float] = {}

@@ -22,6 +22,11 @@ _INFLIGHT = flags.DEFINE_integer(
 )
 _TIMED_FWD_BWD = define_finite_float("timed_fwd_bwd_s", 0.05, "timed: one micro-batch, s.")
 _TIMED_UPDATE = define_finite_float("timed_update_s", 0.01, "timed: one update, s.")
+_TIMED_WAITS = define_strict_bool(
+    "timed_update_waits",
+    False,
+    "timed: the update waits for the last micro-batch, as one with dropless retry does.",
+)
 _TIMED_COPY = define_finite_float("timed_copy_s", 0.02, "timed: one input copy, s.")
 _TIMED_RATE = define_finite_float(
     "timed_copy_bytes_per_s", 0.0, "timed: rate of input copies, on top of timed_copy_s; 0 = none."
@@ -45,6 +50,7 @@ def _timed() -> EngineParts:
         config = TimedConfig(
             fwd_bwd_seconds=_TIMED_FWD_BWD.value,
             update_seconds=_TIMED_UPDATE.value,
+            update_waits=bool(_TIMED_WAITS.value),
             copy_seconds=_TIMED_COPY.value,
             copy_bytes_per_second=_TIMED_RATE.value,
             checkpoint_seconds=_TIMED_SAVE.value,

@@ -64,6 +64,7 @@ class TimedConfig:
     can_stage: bool = True
     can_defer_update: bool = True
     fuses_update: bool = False  # The last fwd_bwd of a step updates by itself (for the guard).
+    update_waits: bool = False  # For the last micro-batch, whether or not any can overflow.
     replay_seconds: float = 0.0  # A replay inside update(), each.
     replays: frozenset[tuple[int, int]] = frozenset()  # (step, index) that overflow.
     fail_call: frozenset[str] = frozenset()  # "fwd_bwd 1 2", "update 1", "stage 2 0" raise at once.
@@ -92,6 +93,11 @@ class TimedConfig:
             )
         if self.max_inflight < 1:
             raise ValueError(f"max_inflight is {self.max_inflight}; use at least 1")
+
+    @property
+    def waits(self) -> bool:
+        """Whether the update is held for the last micro-batch."""
+        return self.update_waits or bool(self.replays)
 
     @property
     def answers_late_s(self) -> float:
@@ -191,7 +197,7 @@ class TimedEngine:
             can_checkpoint=self._folder is not None,
             can_export_weights=True,
             can_score=True,
-            update_waits_for_device=bool(config.replays),
+            update_waits_for_device=config.waits,
             optional_fields=(
                 "sampling_logprobs",
                 "old_logprobs",
@@ -314,7 +320,7 @@ class TimedEngine:
     def update(self) -> UpdateResult:
         self._raise_if_planned(f"update {self._open.ids[0][0] if self._open.ids else -1}")
         replayed = [key for key in self._open.ids if key in self._config.replays]
-        if self._config.replays:
+        if self._config.waits:
             # The overflow flag of the last micro-batch decides: the update waits for it.
             self._wait_until(self._compute_free_s)
         # The retries are the device's work like the update that they are part of.
