@@ -3,6 +3,10 @@
 Pure: no I/O, clock or thread. The same trajectories in the same order always give the same groups,
 drops and steps. A group is complete or dropped whole with one named reason; nothing is lost: tokens
 in = tokens open + ready + assigned + dropped, checked by `Ledger.check`.
+
+`Formation` forms groups and `Assignment` hands them to steps; neither depends on how far the other
+has got. Both take whole trajectories or small records of them (`Member`), and their states can be
+saved and restored. `GroupAssembler` is the two together over whole trajectories.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from orchestrator.trajectory import (
     ConservationError,
+    Defect,
     DropReason,
     Group,
     GroupError,
@@ -150,17 +156,119 @@ class StepGroups:
     complete: bool
 
 
+class Member(Protocol):
+    """What forming groups needs of a trajectory: a whole one, or a small record of one."""
+
+    @property
+    def group_id(self) -> str: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def total_tokens(self) -> int: ...
+
+    def same_content(self, other: Self) -> bool: ...
+
+
+M = TypeVar("M", bound=Member)
+
+Drops = Mapping[DropReason, Dropped]
+NO_DROPS: Final[Drops] = MappingProxyType({})
+
+
+def add_drop(
+    drops: Drops, reason: DropReason, *, groups: int, trajectories: int, tokens: int
+) -> Drops:
+    """`drops` and one more, as a new value."""
+    before = drops.get(reason, Dropped())
+    after = before.plus(groups=groups, trajectories=trajectories, tokens=tokens)
+    return MappingProxyType({**drops, reason: after})
+
+
+def merge_drops(left: Drops, right: Drops) -> Drops:
+    """The sum of both."""
+    merged = left
+    for reason, dropped in right.items():
+        merged = add_drop(
+            merged,
+            reason,
+            groups=dropped.groups,
+            trajectories=dropped.trajectories,
+            tokens=dropped.tokens,
+        )
+    return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formed(Generic[M]):
+    """A complete group, in index order. `drops_before`: all that was dropped until it completed."""
+
+    group_id: str
+    members: tuple[M, ...]
+    drops_before: Drops = field(default_factory=lambda: NO_DROPS)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion tokens of all members."""
+        return sum(member.total_tokens for member in self.members)
+
+    @property
+    def oldest_policy_version(self) -> int:
+        """The oldest weights that sampled any of the members."""
+        return min(member.policy_version for member in self.members)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed(Generic[M]):
+    """A group that takes no more members: complete (`formed`) or dropped whole (`reason`)."""
+
+    group_id: str
+    formed: Formed[M] | None
+    reason: DropReason | None
+    released: tuple[M, ...]  # Members that will never be trained.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenGroup(Generic[M]):
+    """A group that is still forming, as a saved state has it. `members` in order of arrival."""
+
+    group_id: str
+    members: tuple[M, ...]
+    lost: int  # Members that came and were dropped.
+    seen: int  # Bit i: index i was seen.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormationState(Generic[M]):
+    """All that a `Formation` remembers. Restoring it goes on as if nothing had happened."""
+
+    open_groups: tuple[OpenGroup[M], ...] = ()  # Oldest first.
+    finished: tuple[tuple[str, int, bool], ...] = ()  # (group id, indices seen, dropped).
+    drops: Drops = field(default_factory=lambda: NO_DROPS)
+    tokens_in: int = 0
+    tokens_formed: int = 0
+    duplicates: int = 0
+    dead_in_a_row: int = 0
+
+
 @dataclass(kw_only=True)
-class _Open:
+class _Open(Generic[M]):
     """A group that is still forming."""
 
-    members: dict[int, Trajectory] = field(default_factory=dict)
-    lost: int = 0  # Members that came and were dropped.
-    seen: int = 0  # Bit i: index i was seen.
+    members: dict[int, M] = field(default_factory=dict)
+    lost: int = 0
+    seen: int = 0
 
     @property
     def tokens(self) -> int:
-        return sum(trajectory.total_tokens for trajectory in self.members.values())
+        return sum(member.total_tokens for member in self.members.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,59 +279,103 @@ class _Finished:
     dropped: bool
 
 
-class GroupAssembler:
-    """Forms groups from trajectories in durable order and assigns them to steps.
+class Formation(Generic[M]):
+    """Forms groups from members in durable order.
 
-    Consumes trajectories (`submit`); waits for nothing; `assign` hands out what is ready. The place
-    of a group in the durable order is that of the trajectory that completed it.
+    The place of a group in the durable order is that of the member that completed it.
     """
 
-    def __init__(self, policy: GroupPolicy, limits: TrajectoryLimits) -> None:
+    def __init__(self, policy: GroupPolicy, state: FormationState[M] | None = None) -> None:
+        state = FormationState() if state is None else state
         self._policy = policy
-        self._limits = limits
-        self._open: dict[str, _Open] = {}
-        self._finished: OrderedDict[str, _Finished] = OrderedDict()
-        self._ready: deque[Group] = deque()
-        self._step = -1
-        self._assigned: list[Group] = []
-        self._step_complete = True
-        self._tokens_in = 0
-        self._tokens_assigned = 0
-        self._dropped: dict[DropReason, Dropped] = {}
-        self._duplicates = 0
-        self._dead_in_a_row = 0
-        self._stale_in_a_row = 0
+        self._open: dict[str, _Open[M]] = {
+            group.group_id: _Open(
+                members={member.index: member for member in group.members},
+                lost=group.lost,
+                seen=group.seen,
+            )
+            for group in state.open_groups
+        }
+        self._finished: OrderedDict[str, _Finished] = OrderedDict(
+            (group_id, _Finished(seen=seen, dropped=dropped))
+            for group_id, seen, dropped in state.finished
+        )
+        self._closed: list[Closed[M]] = []
+        self._drops = state.drops
+        self._tokens_in = state.tokens_in
+        self._tokens_formed = state.tokens_formed
+        self._duplicates = state.duplicates
+        self._dead_in_a_row = state.dead_in_a_row
 
-    @property
-    def ready(self) -> tuple[Group, ...]:
-        """Complete groups that no step has yet, in durable order."""
-        return tuple(self._ready)
+    def state(self) -> FormationState[M]:
+        """Everything that is remembered, to be restored from."""
+        return FormationState(
+            open_groups=tuple(
+                OpenGroup(
+                    group_id=group_id,
+                    members=tuple(group.members.values()),
+                    lost=group.lost,
+                    seen=group.seen,
+                )
+                for group_id, group in self._open.items()
+            ),
+            finished=tuple(
+                (group_id, finished.seen, finished.dropped)
+                for group_id, finished in self._finished.items()
+            ),
+            drops=self._drops,
+            tokens_in=self._tokens_in,
+            tokens_formed=self._tokens_formed,
+            duplicates=self._duplicates,
+            dead_in_a_row=self._dead_in_a_row,
+        )
 
     @property
     def open_group_ids(self) -> tuple[str, ...]:
         """Groups that are still forming, oldest first."""
         return tuple(self._open)
 
-    def ledger(self) -> Ledger:
-        """Where every token is now."""
-        return Ledger(
-            tokens_in=self._tokens_in,
-            tokens_open=sum(group.tokens for group in self._open.values()),
-            tokens_ready=sum(group.total_tokens for group in self._ready),
-            tokens_assigned=self._tokens_assigned,
-            dropped=MappingProxyType(dict(self._dropped)),
-            duplicates=self._duplicates,
-        )
+    @property
+    def tokens_in(self) -> int:
+        """Tokens of everything taken, duplicates left out."""
+        return self._tokens_in
 
-    def submit(self, trajectory: Trajectory) -> Verdict:
-        """Take the next trajectory of the durable order.
+    @property
+    def tokens_open(self) -> int:
+        """Tokens of groups that are still forming."""
+        return sum(group.tokens for group in self._open.values())
 
-        Raises: NoSurvivingGroupsError when more than `max_dead_groups` groups in a row died.
-        """
-        group_id, index = trajectory.key
+    @property
+    def tokens_formed(self) -> int:
+        """Tokens of all groups that were completed and kept."""
+        return self._tokens_formed
+
+    @property
+    def drops(self) -> Drops:
+        """All that was dropped while forming."""
+        return self._drops
+
+    @property
+    def duplicates(self) -> int:
+        """Members that came again."""
+        return self._duplicates
+
+    @property
+    def dead_in_a_row(self) -> int:
+        """Groups dropped since the last one that was kept."""
+        return self._dead_in_a_row
+
+    def drain(self) -> tuple[Closed[M], ...]:
+        """Groups that were closed since the last call, in order."""
+        closed, self._closed = tuple(self._closed), []
+        return closed
+
+    def take(self, member: M, defect: Defect | None) -> Verdict:
+        """Take the next member of the durable order; `defect` is what is wrong with it, if known."""
+        group_id, index = member.group_id, member.index
         if index >= self._policy.attempts:
             return self._drop_member(
-                trajectory,
+                member,
                 DropReason.MALFORMED,
                 f"group {group_id!r} index {index}: members have index 0 to"
                 f" {self._policy.attempts - 1} (group size {self._policy.group_size}"
@@ -231,16 +383,15 @@ class GroupAssembler:
             )
         finished = self._finished.get(group_id)
         if finished is not None:
-            return self._late(trajectory, finished)
+            return self._late(member, finished)
         group = self._open.setdefault(group_id, _Open())
         bit = 1 << index
         if group.seen & bit:
-            return self._again(trajectory, group)
+            return self._again(member, group)
         group.seen |= bit
-        defect = find_defect(trajectory, self._limits, allow_empty=True)
         if defect is not None:
             group.lost += 1
-            verdict = self._drop_member(trajectory, defect.reason, defect.message)
+            verdict = self._drop_member(member, defect.reason, defect.message)
             if self._policy.attempts - group.lost >= self._policy.group_size:
                 return verdict
             self._drop_open(group_id, defect.reason)
@@ -250,14 +401,18 @@ class GroupAssembler:
                 message=verdict.message,
                 group_dropped=True,
             )
-        self._tokens_in += trajectory.total_tokens
-        group.members[index] = trajectory
+        self._tokens_in += member.total_tokens
+        group.members[index] = member
         if len(group.members) < self._policy.group_size:
             return Verdict(outcome=Outcome.ACCEPTED)
         return self._complete(group_id, group)
 
+    def refuse(self, reason: DropReason) -> None:
+        """Count something that came and could not even be read as a member."""
+        self._count(reason, groups=0, trajectories=1, tokens=0)
+
     def drop_open(self, group_id: str, reason: DropReason) -> bool:
-        """Drop a group that will not complete (its producer failed, the source ended).
+        """Drop a group that will not complete (its producer failed, the source ended, time is up).
 
         Returns False when no such group is open.
         """
@@ -265,6 +420,206 @@ class GroupAssembler:
             return False
         self._drop_open(group_id, reason)
         return True
+
+    def check_alive(self) -> None:
+        """Raise `NoSurvivingGroupsError` when more groups in a row died than the policy bears."""
+        check_alive(self._dead_in_a_row, self._policy, self._drops)
+
+    def _complete(self, group_id: str, open_group: _Open[M]) -> Verdict:
+        members = tuple(open_group.members[index] for index in sorted(open_group.members))
+        formed = Formed(group_id=group_id, members=members, drops_before=self._drops)
+        del self._open[group_id]
+        reason = None
+        if self._policy.zero_spread is ZeroSpread.DROP:
+            reason = spread_reason(tuple(member.reward for member in members))
+        self._remember(group_id, _Finished(seen=open_group.seen, dropped=reason is not None))
+        if reason is not None:
+            self._close_dropped(group_id, members, reason)
+            return Verdict(
+                outcome=Outcome.DROPPED,
+                reason=reason,
+                message=f"group {group_id!r}: dropped whole ({reason.value})",
+                group_dropped=True,
+            )
+        self._dead_in_a_row = 0
+        self._tokens_formed += formed.total_tokens
+        self._closed.append(Closed(group_id=group_id, formed=formed, reason=None, released=()))
+        return Verdict(outcome=Outcome.COMPLETED)
+
+    def _again(self, member: M, group: _Open[M]) -> Verdict:
+        held = group.members.get(member.index)
+        if held is not None and not held.same_content(member):
+            return Verdict(
+                outcome=Outcome.CONFLICT,
+                message=f"group {member.group_id!r} index {member.index}: this index came"
+                " before with other content; the first one is kept",
+            )
+        self._duplicates += 1
+        return Verdict(outcome=Outcome.DUPLICATE)
+
+    def _late(self, member: M, finished: _Finished) -> Verdict:
+        bit = 1 << member.index
+        if finished.seen & bit:
+            self._duplicates += 1
+            return Verdict(outcome=Outcome.DUPLICATE)
+        self._remember(
+            member.group_id, _Finished(seen=finished.seen | bit, dropped=finished.dropped)
+        )
+        if finished.dropped:
+            reason, why = DropReason.GROUP_ALREADY_DROPPED, "was dropped"
+        else:
+            reason, why = DropReason.OVER_GENERATION, "is complete"
+        return self._drop_member(
+            member,
+            reason,
+            f"group {member.group_id!r} index {member.index}: the group {why} already",
+        )
+
+    def _drop_member(self, member: M, reason: DropReason, message: str) -> Verdict:
+        self._tokens_in += member.total_tokens
+        self._count(reason, groups=0, trajectories=1, tokens=member.total_tokens)
+        return Verdict(outcome=Outcome.DROPPED, reason=reason, message=message)
+
+    def _drop_open(self, group_id: str, reason: DropReason) -> None:
+        group = self._open.pop(group_id)
+        self._remember(group_id, _Finished(seen=group.seen, dropped=True))
+        self._close_dropped(group_id, tuple(group.members.values()), reason)
+
+    def _close_dropped(self, group_id: str, members: tuple[M, ...], reason: DropReason) -> None:
+        self._count(
+            reason,
+            groups=1,
+            trajectories=len(members),
+            tokens=sum(member.total_tokens for member in members),
+        )
+        self._dead_in_a_row += 1
+        self._closed.append(Closed(group_id=group_id, formed=None, reason=reason, released=members))
+
+    def _count(self, reason: DropReason, *, groups: int, trajectories: int, tokens: int) -> None:
+        self._drops = add_drop(
+            self._drops, reason, groups=groups, trajectories=trajectories, tokens=tokens
+        )
+
+    def _remember(self, group_id: str, finished: _Finished) -> None:
+        self._finished[group_id] = finished
+        self._finished.move_to_end(group_id)
+        while len(self._finished) > self._policy.remembered_groups:
+            self._finished.popitem(last=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssignmentState:
+    """All that an `Assignment` remembers."""
+
+    tokens_assigned: int = 0
+    stale: Dropped = field(default_factory=Dropped)
+    stale_in_a_row: int = 0
+
+
+class Assignment:
+    """Decides, group by group in durable order, which ones steps train."""
+
+    def __init__(self, policy: GroupPolicy, state: AssignmentState | None = None) -> None:
+        self._policy = policy
+        self.state = AssignmentState() if state is None else state
+
+    @property
+    def drops(self) -> Drops:
+        """All that was dropped on assignment."""
+        stale = self.state.stale
+        return MappingProxyType({DropReason.STALE: stale}) if stale.groups else NO_DROPS
+
+    def offer(self, group: Formed[M], version: int) -> bool:
+        """Whether a step trained at policy `version` takes the group; dropped as stale if not."""
+        state, limit = self.state, self._policy.max_staleness
+        if limit is not None and version - group.oldest_policy_version > limit:
+            self.state = AssignmentState(
+                tokens_assigned=state.tokens_assigned,
+                stale=state.stale.plus(
+                    groups=1, trajectories=len(group.members), tokens=group.total_tokens
+                ),
+                stale_in_a_row=state.stale_in_a_row + 1,
+            )
+            return False
+        self.state = AssignmentState(
+            tokens_assigned=state.tokens_assigned + group.total_tokens, stale=state.stale
+        )
+        return True
+
+
+def check_alive(dead_in_a_row: int, policy: GroupPolicy, drops: Drops) -> None:
+    """Raise `NoSurvivingGroupsError` when more groups in a row died than the policy bears."""
+    if dead_in_a_row <= policy.max_dead_groups:
+        return
+    counts = ", ".join(
+        f"{reason.value}: {dropped.groups}"
+        for reason, dropped in sorted(drops.items(), key=lambda item: item[0].value)
+        if dropped.groups
+    )
+    raise NoSurvivingGroupsError(
+        f"{dead_in_a_row} groups in a row were dropped, {policy.max_dead_groups} are borne; the"
+        f" step would never fill. Groups dropped so far by reason: {counts}"
+    )
+
+
+class GroupAssembler:
+    """Forms groups from trajectories in durable order and assigns them to steps.
+
+    Consumes trajectories (`submit`); waits for nothing; `assign` hands out what is ready.
+    """
+
+    def __init__(self, policy: GroupPolicy, limits: TrajectoryLimits) -> None:
+        self._policy = policy
+        self._limits = limits
+        self._formation: Formation[Trajectory] = Formation(policy)
+        self._assignment = Assignment(policy)
+        self._ready: deque[Formed[Trajectory]] = deque()
+        self._step = -1
+        self._assigned: list[Group] = []
+        self._step_complete = True
+
+    @property
+    def ready(self) -> tuple[Group, ...]:
+        """Complete groups that no step has yet, in durable order."""
+        return tuple(_whole(formed) for formed in self._ready)
+
+    @property
+    def open_group_ids(self) -> tuple[str, ...]:
+        """Groups that are still forming, oldest first."""
+        return self._formation.open_group_ids
+
+    def ledger(self) -> Ledger:
+        """Where every token is now."""
+        return Ledger(
+            tokens_in=self._formation.tokens_in,
+            tokens_open=self._formation.tokens_open,
+            tokens_ready=sum(group.total_tokens for group in self._ready),
+            tokens_assigned=self._assignment.state.tokens_assigned,
+            dropped=merge_drops(self._formation.drops, self._assignment.drops),
+            duplicates=self._formation.duplicates,
+        )
+
+    def submit(self, trajectory: Trajectory) -> Verdict:
+        """Take the next trajectory of the durable order.
+
+        Raises: NoSurvivingGroupsError when more than `max_dead_groups` groups in a row died.
+        """
+        verdict = self._formation.take(
+            trajectory, find_defect(trajectory, self._limits, allow_empty=True)
+        )
+        self._settle()
+        return verdict
+
+    def drop_open(self, group_id: str, reason: DropReason) -> bool:
+        """Drop a group that will not complete (its producer failed, the source ended).
+
+        Returns False when no such group is open.
+
+        Raises: NoSurvivingGroupsError as `submit`.
+        """
+        dropped = self._formation.drop_open(group_id, reason)
+        self._settle()
+        return dropped
 
     def assign(self, step: int, groups: int) -> StepGroups:
         """Assign ready groups to `step` until it has `groups` of them; what it has so far.
@@ -283,106 +638,22 @@ class GroupAssembler:
                 raise GroupError(f"step {step} was asked for while step {self._step} is filling")
             self._step, self._assigned, self._step_complete = step, [], False
         while len(self._assigned) < groups and self._ready:
-            group = self._ready.popleft()
-            limit = self._policy.max_staleness
-            if limit is not None and step - group.oldest_policy_version > limit:
-                self._drop_group(group, DropReason.STALE)
-                self._stale_in_a_row += 1
-                self._check_alive(self._stale_in_a_row)
-                continue
-            self._stale_in_a_row = 0
-            self._assigned.append(group)
-            self._tokens_assigned += group.total_tokens
+            formed = self._ready.popleft()
+            if self._assignment.offer(formed, step):
+                self._assigned.append(_whole(formed))
+            else:
+                check_alive(
+                    self._assignment.state.stale_in_a_row, self._policy, self.ledger().dropped
+                )
         self._step_complete = len(self._assigned) >= groups
         return StepGroups(step=step, groups=tuple(self._assigned), complete=self._step_complete)
 
-    def _complete(self, group_id: str, open_group: _Open) -> Verdict:
-        members = tuple(open_group.members[index] for index in sorted(open_group.members))
-        group = Group(group_id=group_id, trajectories=members)
-        del self._open[group_id]
-        reason = None
-        if self._policy.zero_spread is ZeroSpread.DROP:
-            reason = spread_reason(group.rewards)
-        self._remember(group_id, _Finished(seen=open_group.seen, dropped=reason is not None))
-        if reason is not None:
-            self._drop_group(group, reason)
-            self._dead_in_a_row += 1
-            self._check_alive(self._dead_in_a_row)
-            return Verdict(
-                outcome=Outcome.DROPPED,
-                reason=reason,
-                message=f"group {group_id!r}: dropped whole ({reason.value})",
-                group_dropped=True,
-            )
-        self._dead_in_a_row = 0
-        self._ready.append(group)
-        return Verdict(outcome=Outcome.COMPLETED)
+    def _settle(self) -> None:
+        closed = self._formation.drain()
+        self._ready.extend(group.formed for group in closed if group.formed is not None)
+        if closed:
+            self._formation.check_alive()
 
-    def _again(self, trajectory: Trajectory, group: _Open) -> Verdict:
-        held = group.members.get(trajectory.index)
-        if held is not None and not held.same_content(trajectory):
-            return Verdict(
-                outcome=Outcome.CONFLICT,
-                message=f"group {trajectory.group_id!r} index {trajectory.index}: this index came"
-                " before with other content; the first one is kept",
-            )
-        self._duplicates += 1
-        return Verdict(outcome=Outcome.DUPLICATE)
 
-    def _late(self, trajectory: Trajectory, finished: _Finished) -> Verdict:
-        bit = 1 << trajectory.index
-        if finished.seen & bit:
-            self._duplicates += 1
-            return Verdict(outcome=Outcome.DUPLICATE)
-        self._remember(
-            trajectory.group_id, _Finished(seen=finished.seen | bit, dropped=finished.dropped)
-        )
-        if finished.dropped:
-            reason, why = DropReason.GROUP_ALREADY_DROPPED, "was dropped"
-        else:
-            reason, why = DropReason.OVER_GENERATION, "is complete"
-        return self._drop_member(
-            trajectory,
-            reason,
-            f"group {trajectory.group_id!r} index {trajectory.index}: the group {why} already",
-        )
-
-    def _drop_member(self, trajectory: Trajectory, reason: DropReason, message: str) -> Verdict:
-        self._tokens_in += trajectory.total_tokens
-        self._count(reason, groups=0, trajectories=1, tokens=trajectory.total_tokens)
-        return Verdict(outcome=Outcome.DROPPED, reason=reason, message=message)
-
-    def _drop_open(self, group_id: str, reason: DropReason) -> None:
-        group = self._open.pop(group_id)
-        self._remember(group_id, _Finished(seen=group.seen, dropped=True))
-        self._count(reason, groups=1, trajectories=len(group.members), tokens=group.tokens)
-        self._dead_in_a_row += 1
-        self._check_alive(self._dead_in_a_row)
-
-    def _drop_group(self, group: Group, reason: DropReason) -> None:
-        self._count(
-            reason, groups=1, trajectories=len(group.trajectories), tokens=group.total_tokens
-        )
-
-    def _count(self, reason: DropReason, *, groups: int, trajectories: int, tokens: int) -> None:
-        before = self._dropped.get(reason, Dropped())
-        self._dropped[reason] = before.plus(groups=groups, trajectories=trajectories, tokens=tokens)
-
-    def _remember(self, group_id: str, finished: _Finished) -> None:
-        self._finished[group_id] = finished
-        self._finished.move_to_end(group_id)
-        while len(self._finished) > self._policy.remembered_groups:
-            self._finished.popitem(last=False)
-
-    def _check_alive(self, dead: int) -> None:
-        if dead <= self._policy.max_dead_groups:
-            return
-        counts = ", ".join(
-            f"{reason.value}: {dropped.groups}"
-            for reason, dropped in sorted(self._dropped.items(), key=lambda item: item[0].value)
-            if dropped.groups
-        )
-        raise NoSurvivingGroupsError(
-            f"{dead} groups in a row were dropped, {self._policy.max_dead_groups} are borne; the"
-            f" step would never fill. Groups dropped so far by reason: {counts}"
-        )
+def _whole(formed: Formed[Trajectory]) -> Group:
+    return Group(group_id=formed.group_id, trajectories=formed.members)

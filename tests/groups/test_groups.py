@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.groups import (
+    Formation,
     GroupAssembler,
     GroupPolicy,
     Outcome,
@@ -94,6 +95,35 @@ def test_every_token_is_somewhere_and_groups_are_never_partial(
     assert len(set(names)) == len(names)
     # The same events give the same answers.
     assert run()[2] == verdicts and run()[3] == ledger
+
+
+@given(events=st.lists(EVENT, max_size=60), cut=st.integers(0, 60), extra=st.integers(0, 1))
+def test_a_restored_formation_goes_on_as_if_nothing_had_happened(events, cut, extra):
+    policy = GroupPolicy(
+        group_size=3, extra=extra, zero_spread=ZeroSpread.DROP, remembered_groups=3
+    )
+
+    def run(restore_at):
+        formation: Formation = Formation(policy)
+        seen = []
+        for number, (group, index, reward, length, version) in enumerate(events):
+            if number == restore_at:
+                formation = Formation(policy, formation.state())
+            member = trajectory(
+                f"g{group}", index, completion=[1] * length, reward=reward, version=version
+            )
+            seen.append(formation.take(member, find_defect(member, LIMITS)))
+            if number % 7 == 6:
+                seen.append(formation.drop_open(f"g{version}", DropReason.PRODUCER_FAILED))
+            seen += [
+                (closed.group_id, closed.reason, [member.key for member in closed.released])
+                for closed in formation.drain()
+            ]
+        state = formation.state()
+        keys = [(g.group_id, [m.key for m in g.members], g.seen) for g in state.open_groups]
+        return seen, keys, state.finished, state.drops, state.dead_in_a_row, state.tokens_in
+
+    assert run(cut) == run(None)
 
 
 def test_c1_a_reward_that_is_not_finite_rejects_its_group():
@@ -238,8 +268,10 @@ def test_what_is_remembered_of_finished_groups_is_bounded():
     for number in range(50):
         submit_group(groups, f"g{number}")
         groups.assign(number, 1)
-    assert len(groups._finished) == 3
     assert groups.submit(trajectory("g49", 0)).outcome is Outcome.DUPLICATE
+    # What is forgotten counts as new: the bound holds.
+    assert groups.submit(trajectory("g46", 0)).outcome is Outcome.ACCEPTED
+    assert groups.submit(trajectory("g47", 0)).outcome is Outcome.DUPLICATE
 
 
 @pytest.mark.parametrize(
