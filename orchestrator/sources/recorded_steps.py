@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -19,24 +19,21 @@ from orchestrator.feeder import StepFeed
 from orchestrator.groups import GroupAssembler, GroupPolicy, Ledger
 from orchestrator.packing import (
     FieldSet,
-    MicroBatchPlan,
     PackingConfig,
     StepPlan,
     Written,
     check_plan,
     common_fields,
-    pack_micro_batch,
     plan_step,
     step_conservation,
 )
 from orchestrator.packing.conservation import trained_tokens
 from orchestrator.ports import StepSummary
+from orchestrator.sources.batches import BatchShape
+from orchestrator.sources.packed import Packer, Reserve
 from orchestrator.sources.parquet import RecordedRollouts
 from orchestrator.trajectory import ConservationError, Group, RolloutError, TrajectoryLimits
-from prestage.microbatch import Array, MicroBatch, MicroBatchId
-from prestage.wire.digest import batch_digest
-from prestage.wire.layout import Layout, plan_layout
-from prestage.wire.planes import SendBuffer
+from prestage.microbatch import MicroBatch
 
 # Batches kept for being asked for again; older ones are read again from the file.
 _KEPT_BATCHES: Final = 4
@@ -44,11 +41,7 @@ _KEPT_BATCHES: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStepsConfig:
-    """How recorded groups become steps.
-
-    A rollout batch of `groups_per_batch` groups feeds `num_minibatches * num_iterations` steps:
-    each iteration goes through the batch once, in `num_minibatches` equal parts.
-    """
+    """How recorded groups become steps."""
 
     run_id: str
     limits: TrajectoryLimits
@@ -61,18 +54,16 @@ class RecordedStepsConfig:
     epochs: int | None = None  # Passes over the file; None: for ever.
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("groups_per_batch", self.groups_per_batch),
-            ("num_minibatches", self.num_minibatches),
-            ("num_iterations", self.num_iterations),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.groups_per_batch % self.num_minibatches:
-            raise ValueError(
-                f"groups_per_batch is {self.groups_per_batch} and num_minibatches"
-                f" {self.num_minibatches}; choose a multiple, so that the steps have equal parts"
-            )
+        _ = self.batches  # Checks them.
+
+    @property
+    def batches(self) -> BatchShape:
+        """How batches feed steps. Raises `ValueError` for numbers that do not go together."""
+        return BatchShape(
+            groups_per_batch=self.groups_per_batch,
+            num_minibatches=self.num_minibatches,
+            num_iterations=self.num_iterations,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +82,15 @@ class RecordedSteps:
         rollouts: RecordedRollouts,
         config: RecordedStepsConfig,
         *,
-        reserve: Callable[[Layout], SendBuffer] | None = None,
+        reserve: Reserve | None = None,
     ) -> None:
         """`reserve` gives the memory that micro-batches are written into; None: fresh arrays."""
         self._rollouts = rollouts
         self._config = config
-        self._reserve = reserve
         self._rewind()
         first = next(rollouts.groups())
         self.fields: FieldSet = common_fields(first.trajectories)
+        self._packer = Packer(config.run_id, self.fields, reserve)
 
     def _rewind(self) -> None:
         self._batches: dict[int, _Batch] = {}
@@ -113,20 +104,17 @@ class RecordedSteps:
 
         Raises: FeedError.
         """
-        config = self._config
-        per_batch = config.num_minibatches * config.num_iterations
+        config, batches = self._config, self._config.batches
         try:
-            batch = self._batch(step // per_batch)
+            batch = self._batch(batches.batch_of(step))
             if batch is None:
                 return None
-            part = step % config.num_minibatches
-            size = config.groups_per_batch // config.num_minibatches
-            groups = batch.groups[part * size : (part + 1) * size]
+            groups = batch.groups[batches.part(step)]
             plan = plan_step(groups, config.packing)
             check_plan(groups, plan)
         except RolloutError as error:
             raise FeedError(f"step {step}: {error}") from error
-        summary = _summarise(step, groups, plan, batch if step % per_batch == 0 else None)
+        summary = _summarise(step, groups, plan, batch if batches.opens_batch(step) else None)
         return StepFeed(
             summary=summary, micro_batches=self._micro_batches(step, groups, plan, summary)
         )
@@ -137,7 +125,7 @@ class RecordedSteps:
 
     def step_durable(self, step: int) -> None:
         """Steps before `step` will not be asked for again."""
-        needed = step // (self._config.num_minibatches * self._config.num_iterations)
+        needed = self._config.batches.batch_of(step)
         for number in [number for number in self._batches if number < needed]:
             del self._batches[number]
 
@@ -181,30 +169,12 @@ class RecordedSteps:
         members = {member.key: member for group in groups for member in group.trajectories}
         written: list[Written] = []
         for index, batch_plan in enumerate(plan.micro_batches):
-            identity = MicroBatchId(run_id=self._config.run_id, step=step, index=index)
-            out = self._memory(batch_plan)
-            batch, counts = pack_micro_batch(identity, batch_plan, members, self.fields, out)
+            batch, counts = self._packer.pack(step, index, batch_plan, members)
             written.append(counts)
             if index == len(plan.micro_batches) - 1:
                 # Before the last micro-batch leaves: the update goes with it.
                 _check_written(step, groups, written, summary)
-            yield replace(batch, digest=batch_digest(batch))
-
-    def _memory(self, plan: MicroBatchPlan) -> Mapping[str, Array] | None:
-        """Where the micro-batch is written: straight into the send buffer."""
-        if self._reserve is None:
-            return None
-        shapes = {
-            name: self.fields.shape(name, plan.rows, plan.tokens_per_row)[2:]
-            for name in self.fields.names
-        }
-        layout = plan_layout(
-            rows=plan.rows,
-            tokens_per_row=plan.tokens_per_row,
-            row_lengths=plan.row_lengths,
-            fields=shapes,
-        )
-        return self._reserve(layout).arrays()
+            yield batch
 
 
 def _check_written(
