@@ -74,12 +74,14 @@ class OpenProducer(_message.Message):
     def __init__(self, producer: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("offset", "trajectory")
+    __slots__ = ("offset", "trajectory", "more")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     offset: int
     trajectory: Trajectory
-    def __init__(self, offset: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
+    more: bool
+    def __init__(self, offset: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., more: bool = ...) -> None: ...
 
 class SubmitTrajectoriesRequest(_message.Message):
     __slots__ = ("open", "submit")
@@ -120,17 +122,21 @@ class SubmitTrajectoriesResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[ProducerOpened, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
 
 class WatchPolicyRequest(_message.Message):
-    __slots__ = ("run_id",)
+    __slots__ = ("run_id", "after")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
-    def __init__(self, run_id: _Optional[str] = ...) -> None: ...
+    after: int
+    def __init__(self, run_id: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
 
 class WatchPolicyResponse(_message.Message):
-    __slots__ = ("policy_version", "cancel_groups", "finished")
+    __slots__ = ("policy_version", "cancel_groups", "finished", "cursor")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     CANCEL_GROUPS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     cancel_groups: _containers.RepeatedScalarFieldContainer[str]
     finished: bool
-    def __init__(self, policy_version: _Optional[int] = ..., cancel_groups: _Optional[_Iterable[str]] = ..., finished: bool = ...) -> None: ...
+    cursor: int
+    def __init__(self, policy_version: _Optional[int] = ..., cancel_groups: _Optional[_Iterable[str]] = ..., finished: bool = ..., cursor: _Optional[int] = ...) -> None: ...

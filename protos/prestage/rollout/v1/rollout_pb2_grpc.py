@@ -52,13 +52,18 @@ class RolloutIngestServicer(object):
     def SubmitTrajectories(self, request_iterator, context):
         """Acks come in the order of the trajectories. A duplicate is acknowledged and not counted twice.
         When the journal or the queue is full the acks stop and the producer waits: nothing is dropped.
+        One open stream per producer: a newer one takes over and the older ends with SUPERSEDED.
+        Errors: OPEN_LATE, OPEN_MISSING, WRONG_RUN, TOO_MANY_PRODUCERS, OFFSET_GAP, SUPERSEDED, IDLE,
+        INVALID_REQUEST, LOG_FAILED, STOPPING, RUN_ENDED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchPolicy(self, request, context):
-        """Tells samplers the policy version and which requests to cancel.
+        """Tells samplers the policy version and which requests to cancel. The first answer comes at once,
+        the next ones when something changed; a slow reader gets the newest state, not every change.
+        Errors: WRONG_RUN, TOO_MANY_WATCHERS, STOPPING.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

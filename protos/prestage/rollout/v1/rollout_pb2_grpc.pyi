@@ -3,7 +3,11 @@
 isort:skip_file
 Rollout ingest: producers stream trajectories in, one ack each after it is durable.
 
-Legal stream:   open (trajectory)*      answered by   opened (ack)*
+Legal stream:   open (submit)*      answered by   opened (ack)*
+
+Refusals carry google.rpc.ErrorInfo (domain `prestage`); the reasons are listed in
+prestage/rollout/refusals.py. A status without one came from the transport: connect again and
+send from `next_offset`.
 """
 
 from collections import abc as _abc
@@ -37,9 +41,15 @@ class RolloutIngestStub:
     SubmitTrajectories: _grpc.StreamStreamMultiCallable[_rollout_pb2.SubmitTrajectoriesRequest, _rollout_pb2.SubmitTrajectoriesResponse]
     """Acks come in the order of the trajectories. A duplicate is acknowledged and not counted twice.
     When the journal or the queue is full the acks stop and the producer waits: nothing is dropped.
+    One open stream per producer: a newer one takes over and the older ends with SUPERSEDED.
+    Errors: OPEN_LATE, OPEN_MISSING, WRONG_RUN, TOO_MANY_PRODUCERS, OFFSET_GAP, SUPERSEDED, IDLE,
+    INVALID_REQUEST, LOG_FAILED, STOPPING, RUN_ENDED.
     """
     WatchPolicy: _grpc.UnaryStreamMultiCallable[_rollout_pb2.WatchPolicyRequest, _rollout_pb2.WatchPolicyResponse]
-    """Tells samplers the policy version and which requests to cancel."""
+    """Tells samplers the policy version and which requests to cancel. The first answer comes at once,
+    the next ones when something changed; a slow reader gets the newest state, not every change.
+    Errors: WRONG_RUN, TOO_MANY_WATCHERS, STOPPING.
+    """
 
 @_typing.type_check_only
 class RolloutIngestAsyncStub(RolloutIngestStub):
@@ -47,9 +57,15 @@ class RolloutIngestAsyncStub(RolloutIngestStub):
     SubmitTrajectories: _aio.StreamStreamMultiCallable[_rollout_pb2.SubmitTrajectoriesRequest, _rollout_pb2.SubmitTrajectoriesResponse]  # type: ignore[assignment]
     """Acks come in the order of the trajectories. A duplicate is acknowledged and not counted twice.
     When the journal or the queue is full the acks stop and the producer waits: nothing is dropped.
+    One open stream per producer: a newer one takes over and the older ends with SUPERSEDED.
+    Errors: OPEN_LATE, OPEN_MISSING, WRONG_RUN, TOO_MANY_PRODUCERS, OFFSET_GAP, SUPERSEDED, IDLE,
+    INVALID_REQUEST, LOG_FAILED, STOPPING, RUN_ENDED.
     """
     WatchPolicy: _aio.UnaryStreamMultiCallable[_rollout_pb2.WatchPolicyRequest, _rollout_pb2.WatchPolicyResponse]  # type: ignore[assignment]
-    """Tells samplers the policy version and which requests to cancel."""
+    """Tells samplers the policy version and which requests to cancel. The first answer comes at once,
+    the next ones when something changed; a slow reader gets the newest state, not every change.
+    Errors: WRONG_RUN, TOO_MANY_WATCHERS, STOPPING.
+    """
 
 class RolloutIngestServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,6 +76,9 @@ class RolloutIngestServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.SubmitTrajectoriesResponse], _abc.AsyncIterator[_rollout_pb2.SubmitTrajectoriesResponse]]:
         """Acks come in the order of the trajectories. A duplicate is acknowledged and not counted twice.
         When the journal or the queue is full the acks stop and the producer waits: nothing is dropped.
+        One open stream per producer: a newer one takes over and the older ends with SUPERSEDED.
+        Errors: OPEN_LATE, OPEN_MISSING, WRONG_RUN, TOO_MANY_PRODUCERS, OFFSET_GAP, SUPERSEDED, IDLE,
+        INVALID_REQUEST, LOG_FAILED, STOPPING, RUN_ENDED.
         """
 
     @_abc_1.abstractmethod
@@ -68,6 +87,9 @@ class RolloutIngestServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.WatchPolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.WatchPolicyResponse], _abc.AsyncIterator[_rollout_pb2.WatchPolicyResponse]]:
-        """Tells samplers the policy version and which requests to cancel."""
+        """Tells samplers the policy version and which requests to cancel. The first answer comes at once,
+        the next ones when something changed; a slow reader gets the newest state, not every change.
+        Errors: WRONG_RUN, TOO_MANY_WATCHERS, STOPPING.
+        """
 
 def add_RolloutIngestServicer_to_server(servicer: RolloutIngestServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,1 @@
+"""For rollout producers: send trajectories to a running orchestrator, and hear what it wants."""
