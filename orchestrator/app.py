@@ -22,7 +22,7 @@ from orchestrator.flags import OrchestratorConfig
 from orchestrator.metrics import OrchestratorMetrics, serve
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock
-from orchestrator.put_client import PlanePut, open_plane
+from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, RunFailed, Runner
 from orchestrator.steps import StepBook, StepRecord
@@ -128,6 +128,7 @@ def _run(
     log.info("payloads travel by %s", plane.name)
     source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
     check_shape(able, config.rows, shape.fields)
+    shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
     client = TrainerClient(channel, run_id=config.run_id, shape=shape)
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
     feeder = Feeder(source, sender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import grpc
 
@@ -39,6 +40,15 @@ def offer_from(able: pb.GetCapabilitiesResponse) -> SharedMemoryOffer | None:
     if "shared-memory" not in able.payload_planes:
         return None
     return SharedMemoryOffer(folder=able.shared_memory_folder, nonce=able.shared_memory_nonce)
+
+
+RECEIVE_BUFFERS: Final = 8
+"""Micro-batches that a step and the next one's first may have at the worker at a time."""
+
+
+def receive_buffers(plane: PayloadPlane) -> int:
+    """What the worker should make ready for this plane; shared memory is the sender's own."""
+    return RECEIVE_BUFFERS if plane.name == "stream" else 0
 
 
 def open_plane(

@@ -42,6 +42,7 @@ class RunShape:
     tokens_per_row: int
     fields: tuple[str, ...]
     routing_shape: tuple[int, ...] = ()
+    receive_buffers: int = 0  # Of the worker, for uploads by stream: made ready while it compiles.
 
     @property
     def detail(self) -> str:
@@ -238,6 +239,7 @@ class TrainerClient:
                 tokens_per_row=self._shape.tokens_per_row,
                 fields=sorted(self._shape.fields),
                 routing_shape=self._shape.routing_shape,
+                receive_buffers=self._shape.receive_buffers,
             ),
             timeout=self._deadlines.compile_s,
             metadata=self._metadata,

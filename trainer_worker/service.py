@@ -18,7 +18,7 @@ from typing import Final, NoReturn, TypeAlias, TypeVar, cast
 import grpc
 import numpy as np
 
-from prestage.microbatch import MicroBatch
+from prestage.microbatch import FIELDS, MicroBatch
 from prestage.protocol import (
     FWD_BWD_CALLS,
     BatchRef,
@@ -49,6 +49,7 @@ from prestage.wire.errors import (
     WireError,
     abort_with,
 )
+from prestage.wire.layout import plan_layout
 from prestage.wire.limits import WireLimits
 from prestage.wire.shm_plane import WorkerSlots
 from prestage.wire.store import MicroBatchStore, MissingError
@@ -84,6 +85,9 @@ _ITEMSIZES: Final[Mapping[str, int]] = {
 }
 MAX_UPLOADS: Final = 12
 """At a time. Fewer than there are RPC threads: control never waits for bytes."""
+MAX_WARM_BUFFERS: Final = 16
+LEAST_WARM_BYTES: Final = 16 << 20
+"""Fresh memory of less than this is touched soon enough by its first upload."""
 PutObserver: TypeAlias = Callable[[str, int], None]
 """Takes the plane and the bytes of an upload that was stored."""
 MethodHandler: TypeAlias = "grpc.RpcMethodHandler[object, object]"
@@ -453,17 +457,40 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             f" fields={','.join(fields)} routing={routing}"
         )
         spec = CompileSpec(rows=request.rows, tokens_per_row=request.tokens_per_row, fields=fields)
+        warming = self._warm_buffers(request)
         result = self._sequenced(
             context,
             request.key,
             Request(call=Call.COMPILE, detail=detail),
             Work(compile_spec=spec),
         )
+        if warming is not None:
+            warming.join()
         return pb.CompileResponse(
             seconds=result.seconds,
             programs=result.programs,
             idle_wait_seconds=result.idle_wait_seconds,
         )
+
+    def _warm_buffers(self, request: pb.CompileRequest) -> threading.Thread | None:
+        """Touch the memory of the first uploads beside the compile. None: nothing to gain."""
+        fields: dict[str, tuple[int, ...]] = {n: () for n in request.fields if n in FIELDS}
+        if "routed_experts" in fields:
+            fields["routed_experts"] = tuple(request.routing_shape)
+        size = plan_layout(
+            rows=request.rows,
+            tokens_per_row=request.tokens_per_row,
+            row_lengths=(0,) * request.rows,
+            fields=fields,
+        ).buffer_bytes
+        count = min(request.receive_buffers, MAX_WARM_BUFFERS)
+        if not count or not LEAST_WARM_BYTES <= size <= self._store.stats().limit_bytes:
+            return None
+        thread = threading.Thread(
+            target=self._receiver.warm, args=(size, count), name="warm", daemon=True
+        )
+        thread.start()
+        return thread
 
     def FwdBwd(self, request: pb.FwdBwdRequest, context: grpc.ServicerContext) -> pb.FwdBwdResponse:
         if request.defer_update and not request.apply_optimizer:

@@ -18,11 +18,12 @@ _TIMEOUT_S = 180.0
 def parts(out: Path) -> dict[str, list[str]]:
     """Each bench's command line."""
     return {
-        "planes": ["--mib=64", "--reps=3", f"--json={out}/planes.json"],
+        "planes": ["--mib=256", "--reps=3", f"--json={out}/planes.json"],
         "packing": ["--trajectories=256", f"--json={out}/packing.json"],
         "latency": [f"--out={out}/latency"],
         "trainer": [f"--out={out}/trainer"],
         "rig": [f"--out={out}/rig"],
+        "payload": ["--steps=3", f"--out={out}/payload"],
         "boundary": ["--boundaries=4", f"--out={out}/boundary"],
     }
 

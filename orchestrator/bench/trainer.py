@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +24,7 @@ from orchestrator.feeder import Feeder, StepSource
 from orchestrator.invariants import FROM_SCRATCH, Expectation, finished, observe
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer
-from orchestrator.put_client import PlanePut, open_plane
+from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.runner import RunFailed, Runner
 from orchestrator.steps import StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
@@ -86,17 +86,16 @@ def drive(
     if shape.routing is not None:
         fields.append("routed_experts")
     channel = open_channel(address)
-    client = TrainerClient(
-        channel,
-        run_id="bench",
-        shape=RunShape(
-            rows=shape.rows,
-            tokens_per_row=shape.tokens_per_row,
-            fields=tuple(sorted(fields)),
-            routing_shape=shape.routing or (),
-        ),
+    compiled = RunShape(
+        rows=shape.rows,
+        tokens_per_row=shape.tokens_per_row,
+        fields=tuple(sorted(fields)),
+        routing_shape=shape.routing or (),
     )
-    plane = open_plane(channel, client.capabilities, shared_memory_bytes=shared_memory_bytes)
+    probe = TrainerClient(channel, run_id="bench", shape=compiled)
+    plane = open_plane(channel, probe.capabilities, shared_memory_bytes=shared_memory_bytes)
+    compiled = replace(compiled, receive_buffers=receive_buffers(plane))
+    client = TrainerClient(channel, run_id="bench", shape=compiled)
     feeder = Feeder(make_source(), PlanePut(plane, lambda: (client.epoch, client.incarnation)))
     calls = _Calls()
     try:

@@ -270,3 +270,11 @@ def test_a_layout_needs_no_arrays() -> None:
         row_lengths=batch.row_lengths,
         fields={name: array.shape[2:] for name, array in batch.arrays.items()},
     )
+
+
+def test_warm_buffers_are_used_by_the_next_takers_and_bounded_by_the_idle_limit() -> None:
+    pool = ArenaPool(idle_bytes=3 << 20)
+    assert pool.warm(1 << 20, count=8) == 3
+    held = [pool.take(1 << 20) for _ in range(4)]
+    assert [fresh for _, fresh in held] == [False, False, False, True]
+    assert pool.warm(4 << 20, count=8) == 0, "more than the pool may keep"

@@ -17,6 +17,7 @@ import numpy as np
 from prestage.wire.layout import Buffer
 
 _PAGE: Final = mmap.PAGESIZE
+_PIECE: Final = 64 << 20
 
 
 class Lease:
@@ -77,6 +78,20 @@ class ArenaPool:
                 if idle <= self._idle_bytes:
                     self._returned.append(memory)
             return found
+
+    def warm(self, size: int, count: int) -> int:
+        """Touch `count` buffers of `size` bytes, within the idle limit; returns how many are ready.
+
+        Memory that nobody has written yet costs a page fault for each page at its first use: here
+        that is paid before the first upload instead of in it.
+        """
+        count = min(count, self._idle_bytes // max(1, size))
+        held = [self.take(size) for _ in range(count)]
+        for buffer, fresh in held:
+            if fresh:
+                for start in range(0, len(buffer), _PIECE):  # Numpy lets other threads run.
+                    buffer[start : start + _PIECE : _PAGE] = 0
+        return count
 
     def trim(self) -> None:
         """Give unused buffers back to the system."""

@@ -352,6 +352,10 @@ class PutReceiver:
         self._shared_memory = shared_memory
         self._arenas = ArenaPool(store.stats().limit_bytes)
 
+    def warm(self, buffer_bytes: int, count: int) -> int:
+        """Make buffers ready for uploads of this size; returns how many. Blocks; any thread."""
+        return self._arenas.warm(buffer_bytes, count)
+
     def take(
         self, parts: Iterator[Part], wanted: Callable[[], bool] = lambda: True
     ) -> pb.PutMicroBatchResponse:

@@ -189,18 +189,20 @@ class GetCapabilitiesResponse(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., can_stage: bool = ..., can_defer_update: bool = ..., can_checkpoint: bool = ..., can_export_weights: bool = ..., can_score: bool = ..., update_waits_for_device: bool = ..., optional_fields: _Optional[_Iterable[str]] = ..., required_fields: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., moe_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ..., device_kind: _Optional[str] = ..., device_count: _Optional[int] = ..., process_count: _Optional[int] = ..., row_multiple: _Optional[int] = ..., staging_memory_bytes: _Optional[int] = ..., payload_planes: _Optional[_Iterable[str]] = ..., shared_memory_folder: _Optional[str] = ..., shared_memory_nonce: _Optional[str] = ..., store_limit_bytes: _Optional[int] = ...) -> None: ...
 
 class CompileRequest(_message.Message):
-    __slots__ = ("key", "rows", "tokens_per_row", "fields", "routing_shape")
+    __slots__ = ("key", "rows", "tokens_per_row", "fields", "routing_shape", "receive_buffers")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     ROUTING_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_BUFFERS_FIELD_NUMBER: _ClassVar[int]
     key: CallKey
     rows: int
     tokens_per_row: int
     fields: _containers.RepeatedScalarFieldContainer[str]
     routing_shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, key: _Optional[_Union[CallKey, _Mapping]] = ..., rows: _Optional[int] = ..., tokens_per_row: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., routing_shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    receive_buffers: int
+    def __init__(self, key: _Optional[_Union[CallKey, _Mapping]] = ..., rows: _Optional[int] = ..., tokens_per_row: _Optional[int] = ..., fields: _Optional[_Iterable[str]] = ..., routing_shape: _Optional[_Iterable[int]] = ..., receive_buffers: _Optional[int] = ...) -> None: ...
 
 class CompileResponse(_message.Message):
     __slots__ = ("seconds", "programs", "idle_wait_seconds")
