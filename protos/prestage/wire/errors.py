@@ -95,17 +95,25 @@ def abort_with(
     message: str,
     metadata: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """End the call with the reason's status, ErrorInfo and PreconditionFailure.
+    """End the call with the reason's status, ErrorInfo and PreconditionFailure."""
+    abort_named(context, CODE_OF_REASON[reason], reason.value, message, metadata)
+
+
+def abort_named(
+    context: grpc.ServicerContext,
+    code: grpc.StatusCode,
+    reason: str,
+    message: str,
+    metadata: Mapping[str, str] | None = None,
+) -> NoReturn:
+    """End the call of any service of ours: the reason's name goes into ErrorInfo.
 
     The message is cut to `MAX_MESSAGE_BYTES`, so that the status fits in its trailers.
     """
-    code = CODE_OF_REASON[reason]
     encoded = message.encode()
     if len(encoded) > MAX_MESSAGE_BYTES:
         message = encoded[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"
-    info = error_details_pb2.ErrorInfo(
-        reason=reason.value, domain=DOMAIN, metadata=dict(metadata or {})
-    )
+    info = error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=dict(metadata or {}))
     details = [info]
     packed = []
     for detail in details:
@@ -114,7 +122,7 @@ def abort_with(
         packed.append(wrapper)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         failure = error_details_pb2.PreconditionFailure()
-        failure.violations.add(type=reason.value, subject=DOMAIN, description=message)
+        failure.violations.add(type=reason, subject=DOMAIN, description=message)
         wrapper = any_pb2.Any()
         wrapper.Pack(failure)
         packed.append(wrapper)
@@ -153,17 +161,25 @@ def classify(error: grpc.RpcError) -> Refusal | Unknown:
         return Unknown(code=grpc.StatusCode.UNKNOWN, message=str(error))
     code = call.code()
     message = call.details() or ""
+    info = error_info(call)
+    if info is None:
+        return Unknown(code=code, message=message)
+    try:
+        reason = Reason(info.reason)
+    except ValueError:
+        message = f"{info.reason} (a reason this client does not know): {message}"
+        reason = Reason.INVALID_REQUEST
+    return Refusal(code=code, reason=reason, message=message, metadata=dict(info.metadata))
+
+
+def error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
+    """Our ErrorInfo in a call's status; None when the status came from the transport."""
     try:
         status = rpc_status.from_call(call)
     except ValueError:  # Details that contradict the status: not the worker's.
-        status = None
+        return None
     for detail in status.details if status is not None else ():
         info = error_details_pb2.ErrorInfo()
         if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            try:
-                reason = Reason(info.reason)
-            except ValueError:
-                message = f"{info.reason} (a reason this client does not know): {message}"
-                reason = Reason.INVALID_REQUEST
-            return Refusal(code=code, reason=reason, message=message, metadata=dict(info.metadata))
-    return Unknown(code=code, message=message)
+            return info
+    return None
