@@ -1,0 +1,113 @@
+"""The RolloutIngest server: its own port, pool and limits, so that producers starve nobody else.
+
+Streams that say nothing are bounded in number and in time; connections that do not finish their
+handshake are ended by gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Final
+
+import grpc
+
+from orchestrator.ingest.board import PolicyBoard
+from orchestrator.ingest.counters import IngestCounters, IngestCounts
+from orchestrator.ingest.limits import IngestLimits
+from orchestrator.ingest.ports import RolloutLog
+from orchestrator.ingest.streams import Streams
+from orchestrator.ingest.watching import Watchers
+from prestage.wire.channel import SERVER_OPTIONS, bind
+
+log = logging.getLogger("prestage.ingest")
+
+SERVICE: Final = "prestage.rollout.v1.RolloutIngest"
+_SPARE_THREADS: Final = 16
+_STREAMS_PER_CONNECTION: Final = 128
+_HANDSHAKE_MS: Final = 10_000
+_MESSAGE_SLACK: Final = 64 << 10  # A little over the limit is refused by us, with the reason.
+
+
+class IngestServer:
+    """Serves `log` to producers and `board` to samplers."""
+
+    def __init__(
+        self,
+        rollout_log: RolloutLog,
+        *,
+        run_id: str,
+        listen: str,
+        board: PolicyBoard | None = None,
+        limits: IngestLimits | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.ServerInterceptor] = (),
+    ) -> None:
+        """Binds `listen` (unix:///path or host:port). Raises `AddressError`."""
+        limits = limits or IngestLimits()
+        self.board = board or PolicyBoard()
+        self._counters = IngestCounters()
+        self._streams = Streams(
+            rollout_log,
+            run_id=run_id,
+            board=self.board,
+            limits=limits,
+            counters=self._counters,
+        )
+        self._watchers = Watchers(
+            rollout_log,
+            run_id=run_id,
+            board=self.board,
+            limits=limits,
+            counters=self._counters,
+        )
+        threads = limits.max_producers + limits.max_unopened + limits.max_watchers + _SPARE_THREADS
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ingest"),
+            options=_options(limits),
+            interceptors=list(interceptors),
+            # What has no thread is refused, not queued.
+            maximum_concurrent_rpcs=threads,
+        )
+        # Bytes in and out: messages are bounded and scanned before they are parsed.
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "SubmitTrajectories": grpc.stream_stream_rpc_method_handler(self._streams.serve),
+            "WatchPolicy": grpc.unary_stream_rpc_method_handler(self._watchers.serve),
+        }
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
+        )
+        self.port = bind(self._server, "--listen", listen, credentials)
+        self._listen = listen
+
+    def start(self) -> None:
+        self._server.start()
+        log.info("rollouts are taken at %s", self._listen)
+
+    def counts(self) -> IngestCounts:
+        """What was counted so far."""
+        return self._counters.read(lag_seconds=self._streams.lag_seconds())
+
+    def stop(self, *, finished: bool, grace_s: float = 5.0) -> None:
+        """End every stream. `finished`: the run has ended, and samplers are told so.
+
+        Nothing is on its way into the log once this returns. Idempotent.
+        """
+        if finished:
+            self.board.finish()
+        refusal = self._streams.closed_refusal
+        self._streams.close(refusal)
+        self._watchers.close(refusal)
+        self._server.stop(grace_s).wait()
+        self._streams.settle()
+
+
+def _options(limits: IngestLimits) -> list[tuple[str, int]]:
+    changed = {
+        "grpc.max_receive_message_length": limits.max_message_bytes + _MESSAGE_SLACK,
+        "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
+        "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
+    }
+    kept = [option for option in SERVER_OPTIONS if option[0] not in changed]
+    return [*kept, *changed.items()]
