@@ -23,7 +23,11 @@ class Draining(Exception):
 class DeviceThread:
     """Runs jobs in order."""
 
-    def __init__(self, name: str = "device") -> None:
+    def __init__(
+        self, name: str = "device", *, on_change: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_change`: called on the thread when a job begins and when it has ended."""
+        self._on_change = on_change
         self._jobs: deque[Callable[[], None]] = deque()
         self._urgent: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
@@ -48,12 +52,14 @@ class DeviceThread:
 
         def job() -> None:
             self._busy_with = name
+            self._on_change()
             try:
                 future.set_result(work())
             except BaseException as error:
                 future.set_exception(error)
             finally:
                 self._busy_with = ""
+                self._on_change()
 
         with self._changed:
             if self._draining:

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from absl import app, flags
 
-from prestage.strict_flags import define_strict_bool
+from prestage.operation.flags import process_config
+from prestage.operation.folders import FolderError
+from prestage.operation.heartbeat import Heartbeat, end_process
+from prestage.operation.help import own_help
+from prestage.operation.pages import PageServer, metrics_page
+from prestage.operation.probes import Probes
+from prestage.operation.signals import hear_signals
+from prestage.strict_flags import define_seconds, define_strict_bool
 from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.registry import ENGINES, create_engine
 from trainer_worker.epoch_file import StateFolderError
-from trainer_worker.metrics import serve
+from trainer_worker.liveness import Budgets
 from trainer_worker.server import InsecureAddress, ServerConfig, WorkerServer
 
 log = logging.getLogger("prestage.worker")
 
+HELP: Final = """trainer_worker: one trainer behind the step protocol.
+
+    trainer_worker --listen=unix:///run/worker.sock --state_dir=DIR --checkpoint_dir=DIR
+
+Ends in order on SIGTERM. Exit status: 0 ended as asked, 1 a call was left unfinished, 2 a flag or an
+address cannot be used, 70 the watchdog ended it. See docs/operations.md.
+"""
+OWN_FLAGS: Final = (
+    "__main__",
+    "trainer_worker.main",
+    "trainer_worker.engines.registry",
+    "trainer_worker.engines.jax_flags",
+    "prestage.operation.flags",
+)
 STOP_MARGIN_S: Final = 3.0
 """For what follows the drain: open handlers, sockets, files."""
 
@@ -42,15 +62,13 @@ _STAGING = flags.DEFINE_integer(
 _SYNC = flags.DEFINE_integer(
     "weight_sync_memory_bytes", 8 << 30, "Limit of a pinned version, bytes.", lower_bound=0
 )
-_GRACE = flags.DEFINE_float("grace_s", 30.0, "Seconds to finish the running call at SIGTERM.")
-_READY = flags.DEFINE_string("ready_file", "", "Written when serving; empty: none.")
-_METRICS = flags.DEFINE_integer(
-    "metrics_port",
-    0,
-    "Prometheus metrics on this loopback port; 0 = off.",
-    lower_bound=0,
-    upper_bound=65535,
+_COMPILE = define_seconds(
+    "compile_budget_s", 7200.0, "Loading or compiling for longer than this is a hang, s."
 )
+_STALL = define_seconds(
+    "stall_budget_s", 1800.0, "Any other call without progress for longer than this is a hang, s."
+)
+_READY = flags.DEFINE_string("ready_file", "", "Written when serving; empty: none.")
 _INSECURE = define_strict_bool(
     "insecure", False, "Serve plain text on an address that other hosts can reach."
 )
@@ -59,7 +77,7 @@ _SHARED = define_strict_bool(
 )
 
 
-def _config() -> ServerConfig:
+def _config(grace_s: float) -> ServerConfig:
     if not _LISTEN.value:
         raise AddressError("--listen is not set: give unix:///path or host:port")
     return ServerConfig(
@@ -71,7 +89,8 @@ def _config() -> ServerConfig:
         staging_memory_bytes=_STAGING.value,
         weight_sync_memory_bytes=_SYNC.value,
         insecure=bool(_INSECURE.value),
-        grace_s=_GRACE.value,
+        grace_s=grace_s,
+        budgets=Budgets(compile_s=_COMPILE.value, stall_s=_STALL.value),
         shared_memory=bool(_SHARED.value),
     )
 
@@ -85,25 +104,36 @@ def main(argv: Sequence[str]) -> int:
     )
     stop = threading.Event()
     loading = threading.Event()
-
-    def on_signal(*_: object) -> None:
-        stop.set()
-        if loading.is_set():
-            os._exit(0)  # Nothing is running and nothing was promised: there is nothing to finish.
-
-    # Before any server runs, so that no SIGTERM is lost.
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
-    tune_allocator()
-    forbid_fork()
-    stop_metrics: Callable[[], None] = lambda: None  # noqa: E731
-    server: WorkerServer | None = None
+    operated = _Operated()
     try:
-        config = _config()
+        process = process_config()
+        config = _config(process.grace_s)
+
+        def on_signal(name: str) -> None:
+            log.info("%s: stopping within %g s", name, process.grace_s)
+            stop.set()
+            if loading.is_set():
+                # Nothing is running and nothing was promised: there is nothing to finish.
+                _exit_now(process.interrupted_exit_code)
+
+        # Before any server runs, so that no SIGTERM is lost.
+        hear_signals(on_signal)
+        tune_allocator()
+        forbid_fork()
         server = WorkerServer(config)
-        if _METRICS.value:
-            stop_metrics = _serve_metrics(server, _METRICS.value)
+        operated.server = server
+        heartbeat = Heartbeat(server.progress.read, end=end_process)
+        operated.heartbeat = heartbeat
+        server.progress.on_progress = heartbeat.beat
+        if process.probe_listen:
+            operated.probes = Probes(process.probe_listen, heartbeat)
+            operated.probes.start()
+        server.metrics.watch_liveness(heartbeat, operated.probe_restarts)
+        if process.metrics is not None:
+            pages = {"/metrics": metrics_page(server.metrics.registry)}
+            operated.pages = PageServer(process.metrics_flag, process.metrics, pages)
         server.start()
+        heartbeat.start()
         loading.set()
         parts = create_engine(_ENGINE.value)
         loading.clear()
@@ -111,12 +141,14 @@ def main(argv: Sequence[str]) -> int:
     except (
         AddressError,
         InsecureAddress,
+        FolderError,
         StateFolderError,
         EngineConfigError,
     ) as error:
         loading.clear()
-        if server is not None:
-            server.stop()
+        if operated.server is not None:
+            operated.server.stop()
+        operated.stop()
         print(f"trainer_worker: {error}", file=sys.stderr)  # noqa: T201
         return 2
     log.info(
@@ -129,34 +161,61 @@ def main(argv: Sequence[str]) -> int:
     if _READY.value:
         Path(_READY.value).write_text(server.incarnation)
     stop.wait()
-    log.info("stopping: finishing the running call")
-    return _end(server, stop_metrics, config.grace_s)
+    return _end(server, operated, process.grace_s, process.interrupted_exit_code)
 
 
-def _serve_metrics(server: WorkerServer, port: int) -> Callable[[], None]:
-    try:
-        return serve(server.metrics, port)
-    except OSError as error:
-        raise AddressError(f"--metrics_port is {port}: {error.strerror or error}") from error
+class _Operated:
+    """What is watched and served beside the worker; taken apart in order."""
+
+    def __init__(self) -> None:
+        self.server: WorkerServer | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.probes: Probes | None = None
+        self.pages: PageServer | None = None
+
+    def probe_restarts(self) -> int:
+        return 0 if self.probes is None else self.probes.restarts
+
+    def stop(self) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        if self.probes is not None:
+            self.probes.stop()
+        if self.pages is not None:
+            self.pages.stop()
 
 
-def _end(server: WorkerServer, stop_metrics: Callable[[], None], grace_s: float) -> int:
+def _exit_now(code: int) -> None:
+    """Without waiting for threads that cannot end."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def _end(server: WorkerServer, operated: _Operated, grace_s: float, exit_code: int) -> int:
     """Stop within the grace, whatever the device does."""
     outcome: list[bool] = []
-    stopping = threading.Thread(target=lambda: outcome.append(server.stop()), daemon=True)
+
+    def work() -> None:
+        outcome.append(server.stop(abandon_compile=True))
+
+    stopping = threading.Thread(target=work, daemon=True)
     stopping.start()
     stopping.join(timeout=grace_s + STOP_MARGIN_S)
-    if outcome == [True]:
-        stop_metrics()
-        return 0
-    # RPC threads wait for a call that does not end, and a normal exit would wait for them.
-    log.error("exiting with a call unfinished: its caller cannot know what became of it")
-    logging.shutdown()
-    os._exit(1)
+    if outcome != [True]:
+        # RPC threads wait for a call that does not end, and a normal exit would wait for them.
+        log.error("exiting with a call unfinished: its caller cannot know what became of it")
+        _exit_now(1)
+    if server.service.compiling:
+        log.info("the running compile was given up: nothing is lost with it")
+        _exit_now(exit_code)
+    operated.stop()
+    log.info("stopped: everything that was answered is kept, and the run can be resumed")
+    return exit_code
 
 
 def run() -> None:
     """Console script."""
+    own_help(HELP, OWN_FLAGS)
     app.run(lambda argv: sys.exit(main(argv)))
 
 

@@ -5,11 +5,12 @@ One process owns the registry. `docs/metrics.md` is generated from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,6 +23,16 @@ from trainer_worker.worker import WorkerCounters
 
 _SECONDS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 _NO_STORE: Final = StoreStats(refs=(), stored_bytes=0, limit_bytes=0, evicted=0, waited=0, failed=0)
+
+
+class Liveness(Protocol):
+    """How long ago progress was made, and how long it may take. Seconds."""
+
+    @property
+    def age_s(self) -> float: ...
+
+    @property
+    def allowance_s(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +61,8 @@ class WorkerMetrics(Collector):
         self._facts = facts
         self._store = store
         self._staging_budget_bytes = staging_budget_bytes
+        self._heartbeat: Liveness | None = None
+        self._probe_restarts: Callable[[], int] = lambda: 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"prestage_worker_{name}", text, labels, registry=self.registry)
@@ -97,6 +110,11 @@ class WorkerMetrics(Collector):
             self._puts.labels(plane)
         self.registry.register(self)
 
+    def watch_liveness(self, heartbeat: Liveness, probe_restarts: Callable[[], int]) -> None:
+        """Where progress age, its allowance and the probe process's restarts are read."""
+        self._heartbeat = heartbeat
+        self._probe_restarts = probe_restarts
+
     # -- told -------------------------------------------------------------------------------------
 
     def on_call(self, call: str, code: str, reason: str, seconds: float) -> None:
@@ -129,6 +147,7 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         state, facts, store = self._state(), self._facts(), self._store()
+        heartbeat = self._heartbeat
         lifecycle = lifecycle_from_proto(state.lifecycle)
         yield _one_of(
             "prestage_worker_lifecycle",
@@ -176,7 +195,12 @@ class WorkerMetrics(Collector):
             (
                 "progress_age_seconds",
                 "Seconds since the device thread last made progress.",
-                state.seconds_since_progress,
+                state.seconds_since_progress if heartbeat is None else heartbeat.age_s,
+            ),
+            (
+                "progress_allowance_seconds",
+                "Seconds that the present state may take without progress.",
+                math.inf if heartbeat is None else heartbeat.allowance_s,
             ),
         )
         for name, text, value in gauges:
@@ -203,6 +227,11 @@ class WorkerMetrics(Collector):
             ("compile_seconds", "Seconds of compile calls.", counters.compile_seconds),
             ("store_evicted", "Trained micro-batches let go to make room.", store.evicted),
             ("store_waited", "Puts that had to wait for room.", store.waited),
+            (
+                "probe_restarts",
+                "Times that the process which answers probes was started again.",
+                self._probe_restarts(),
+            ),
         )
         for name, text, total in totals:
             yield CounterMetricFamily(f"prestage_worker_{name}", text, value=float(total))
@@ -220,15 +249,3 @@ def _one_of(name: str, text: str, label: str, values: list[str], current: str) -
     for value in values:
         family.add_metric((value,), 1.0 if value == current else 0.0)
     return family
-
-
-def serve(metrics: WorkerMetrics, port: int) -> Callable[[], None]:
-    """Serve `/metrics` on the loopback address; returns what stops it. Raises `OSError`."""
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5)
-
-    return stop

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from prestage.operation.folders import FolderLock, check_writable_folder
+from prestage.protocol import Lifecycle
 from prestage.trace import DeviceRecord, TraceWriter
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.channel import bind, is_local, make_server, status_address
@@ -19,6 +21,7 @@ from trainer_worker.device_thread import DeviceThread
 from trainer_worker.engine import EngineParts
 from trainer_worker.epoch_file import EpochFile
 from trainer_worker.front import FrontDoor, observed
+from trainer_worker.liveness import Budgets, Doing, WorkerProgress
 from trainer_worker.metrics import WorkerFacts, WorkerMetrics
 from trainer_worker.service import ServiceConfig, StorePort, TrainerService, handlers_of
 from trainer_worker.status_server import StatusServer
@@ -48,6 +51,7 @@ class ServerConfig:
     insecure: bool = False
     shared_memory: bool = True  # Offer the shared-memory plane to callers on this host.
     grace_s: float = 30.0
+    budgets: Budgets = field(default_factory=Budgets)
 
 
 def _slots() -> WorkerSlots | None:
@@ -71,7 +75,7 @@ class WorkerServer:
     ) -> None:
         """Binds both ports; serves `parts` if given, else once `serve` brings them.
 
-        Raises `AddressError`, `InsecureAddress`, `StateFolderError`.
+        Raises `AddressError`, `InsecureAddress`, `FolderError`, `StateFolderError`.
         """
         health_listen = config.health_listen or status_address(config.listen)
         for flag, address in (("--listen", config.listen), ("--health_listen", health_listen)):
@@ -95,6 +99,12 @@ class WorkerServer:
         self.port = bind(self._server, "--listen", config.listen)
         self.status = StatusServer(self.state, health_listen)
         # After the addresses: a second worker must not touch the first one's folders.
+        self._lock: FolderLock | None = None
+        if config.state_dir is not None:
+            self._lock = FolderLock("--state_dir", config.state_dir, owner="a trainer_worker")
+        if config.trace_dir is not None:
+            check_writable_folder("--trace_dir", config.trace_dir)
+        self.progress = WorkerProgress(config.budgets, self._doing)
         self._epochs = EpochFile(config.state_dir)
         self._store = MicroBatchStore(config.store_memory_bytes, self._next_needed)
         self.metrics = WorkerMetrics(
@@ -132,7 +142,7 @@ class WorkerServer:
         self._service = TrainerService(
             worker=worker,
             store=self._store,
-            device=DeviceThread(),
+            device=DeviceThread(on_change=self.progress.made),
             epochs=self._epochs,
             clock=clock,
             config=ServiceConfig(
@@ -143,6 +153,7 @@ class WorkerServer:
             on_put=self.metrics.on_put,
         )
         self._front.open(observed(handlers_of(self._service), self.metrics.on_call))
+        self.progress.made()
         self.status.set_serving(True)
 
     @property
@@ -155,6 +166,16 @@ class WorkerServer:
     def state(self) -> pb.WorkerState:
         """The state now, also while the engine loads. Safe from any thread."""
         return self._front.state() if self._service is None else self._service.state()
+
+    def _doing(self) -> Doing:
+        service, worker = self._service, self._worker
+        if service is None or worker is None:
+            return Doing(lifecycle=Lifecycle.STARTING, call="", in_flight=0)
+        return Doing(
+            lifecycle=service.lifecycle,
+            call=service.busy_with,
+            in_flight=worker.watcher.in_flight(),
+        )
 
     def _facts(self) -> WorkerFacts:
         worker = self._worker
@@ -174,6 +195,7 @@ class WorkerServer:
         """On the watcher's threads."""
         if self._trace is not None:
             self._trace.write(record)
+        self.progress.made()
         self.metrics.on_device(record)
         if record.kind == "fwd_bwd" and record.index == 0 and self._worker is not None:
             idle_seconds = self._worker.watcher.facts(record.step - 1).idle_seconds
@@ -190,10 +212,15 @@ class WorkerServer:
         self._server.start()
         self.status.start()
 
-    def stop(self) -> bool:
-        """Not serving, finish the running call, let go of the device. False: the grace ran out."""
+    def stop(self, *, abandon_compile: bool = False) -> bool:
+        """Not serving, finish the running call, let go of the device. False: the grace ran out.
+
+        `abandon_compile`: do not wait for a compile; for a process that exits next.
+        """
         self.status.set_serving(False)
-        drained = self._service is None or self._service.drain(self._config.grace_s)
+        drained = self._service is None or self._service.drain(
+            self._config.grace_s, abandon_compile=abandon_compile
+        )
         # Handlers still answer what the drained calls returned.
         self._server.stop(1.0).wait()
         self.status.stop(0.5).wait()
@@ -201,6 +228,8 @@ class WorkerServer:
             self._slots.close()
         if self._trace is not None:
             self._trace.close()
+        if self._lock is not None:
+            self._lock.release()
         if not drained:
             log.error("the device did not come to rest within %.0f s", self._config.grace_s)
         return drained

@@ -75,6 +75,8 @@ log = logging.getLogger("prestage.worker")
 T = TypeVar("T")
 EXPORT_CHUNK_BYTES: Final = 1 << 20
 FACTS_WAIT_S: Final = 5.0
+DRAIN_LOOK_S: Final = 0.2
+"""How often a drain looks at what the device thread runs."""
 _ITEMSIZES: Final[Mapping[str, int]] = {
     "uint8": 1,
     "int16": 2,
@@ -163,21 +165,38 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
     # -- lifecycle --------------------------------------------------------------------------------
 
     @property
+    def compiling(self) -> bool:
+        """Whether a compile runs, also while the worker drains."""
+        return self._compiling
+
+    @property
+    def busy_with(self) -> str:
+        """The call that the device thread runs; empty = none. Safe from any thread."""
+        return self._device.busy_with
+
+    @property
     def lifecycle(self) -> Lifecycle:
         if self._draining:
             return Lifecycle.DRAINING
         return Lifecycle.COMPILING if self._compiling else Lifecycle.SERVING
 
-    def drain(self, timeout_s: float) -> bool:
-        """No new call, finish the running one, make the last checkpoint durable. False: no time."""
+    def drain(self, timeout_s: float, *, abandon_compile: bool = False) -> bool:
+        """No new call, finish the running one, make the last checkpoint durable. False: no time.
+
+        `abandon_compile`: return at once while a compile runs, without its end (`compiling` tells).
+        Only for a process that exits next: nothing is lost with a compile, and it may take an hour.
+        """
         give_up_s = time.monotonic() + timeout_s
 
         def left_s() -> float:
             return max(0.0, give_up_s - time.monotonic())
 
         self._draining = True
-        if not self._device.drain(left_s()):
-            return False
+        while not self._device.drain(min(DRAIN_LOOK_S, left_s())):
+            if abandon_compile and self._compiling:
+                return True
+            if not left_s():
+                return False
         backgrounds = list(self._backgrounds)
         for thread in backgrounds:
             thread.join(timeout=left_s())

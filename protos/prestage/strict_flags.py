@@ -82,3 +82,30 @@ def define_finite_float(name: str, default: float, help_text: str) -> flags.Flag
     return flags.DEFINE(
         _FiniteFloatParser(name), name, default, help_text, serializer=flags.ArgumentSerializer()
     )
+
+
+class _SecondsParser(_FiniteFloatParser):
+    def __init__(self, name: str, *, zero: bool) -> None:
+        super().__init__(name)
+        self._zero = zero
+        self._own_name = name
+
+    def parse(self, argument: str | float) -> float:
+        value = super().parse(argument)
+        if value < 0 or (value == 0 and not self._zero):
+            least = "0 or more" if self._zero else "more than 0"
+            raise ValueError(f"--{self._own_name} is {argument!r}: use {least} seconds")
+        return value
+
+
+def define_seconds(
+    name: str, default: float, help_text: str, *, zero: bool = False
+) -> flags.FlagHolder[float]:
+    """Define a duration that refuses negative values and, unless `zero`, 0."""
+    return flags.DEFINE(
+        _SecondsParser(name, zero=zero),
+        name,
+        default,
+        help_text,
+        serializer=flags.ArgumentSerializer(),
+    )

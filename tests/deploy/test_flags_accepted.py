@@ -33,9 +33,6 @@ PENDING = {
         "token_dir",
     },
     "trainer_worker": {
-        "interrupted_exit_code",
-        "metrics_address",
-        "probe_listen",
         "ragged_buffer_factor",
         "retry_when_tokens_dropped",
         "tls_dir",

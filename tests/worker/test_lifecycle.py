@@ -605,7 +605,7 @@ def test_the_metrics_port_serves_and_a_taken_one_is_an_error() -> None:
                 timeout=60,
             )
         assert refused.returncode == 2
-        assert f"--metrics_port is {port}" in refused.stderr
+        assert f"--metrics_port: cannot listen on 127.0.0.1:{port}" in refused.stderr
     with process(f"--metrics_port={port}") as worker:
         page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
         assert b'prestage_worker_lifecycle{state="SERVING"} 1.0' in page

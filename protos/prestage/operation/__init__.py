@@ -1,0 +1,1 @@
+"""What both programs need to be operated: signals, liveness, a watchdog, folders and HTTP addresses."""
