@@ -301,6 +301,7 @@ class Formation(Generic[M]):
             for group_id, seen, dropped in state.finished
         )
         self._closed: list[Closed[M]] = []
+        self._tokens_open = sum(group.tokens for group in self._open.values())
         self._drops = state.drops
         self._tokens_in = state.tokens_in
         self._tokens_formed = state.tokens_formed
@@ -335,6 +336,10 @@ class Formation(Generic[M]):
         """Groups that are still forming, oldest first."""
         return tuple(self._open)
 
+    def is_open(self, group_id: str) -> bool:
+        """Whether the group is still forming."""
+        return group_id in self._open
+
     @property
     def tokens_in(self) -> int:
         """Tokens of everything taken, duplicates left out."""
@@ -343,7 +348,7 @@ class Formation(Generic[M]):
     @property
     def tokens_open(self) -> int:
         """Tokens of groups that are still forming."""
-        return sum(group.tokens for group in self._open.values())
+        return self._tokens_open
 
     @property
     def tokens_formed(self) -> int:
@@ -402,6 +407,7 @@ class Formation(Generic[M]):
                 group_dropped=True,
             )
         self._tokens_in += member.total_tokens
+        self._tokens_open += member.total_tokens
         group.members[index] = member
         if len(group.members) < self._policy.group_size:
             return Verdict(outcome=Outcome.ACCEPTED)
@@ -429,6 +435,7 @@ class Formation(Generic[M]):
         members = tuple(open_group.members[index] for index in sorted(open_group.members))
         formed = Formed(group_id=group_id, members=members, drops_before=self._drops)
         del self._open[group_id]
+        self._tokens_open -= formed.total_tokens
         reason = None
         if self._policy.zero_spread is ZeroSpread.DROP:
             reason = spread_reason(tuple(member.reward for member in members))
@@ -482,6 +489,7 @@ class Formation(Generic[M]):
 
     def _drop_open(self, group_id: str, reason: DropReason) -> None:
         group = self._open.pop(group_id)
+        self._tokens_open -= group.tokens
         self._remember(group_id, _Finished(seen=group.seen, dropped=True))
         self._close_dropped(group_id, tuple(group.members.values()), reason)
 

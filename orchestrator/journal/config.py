@@ -61,3 +61,39 @@ class LiveConfig:
             optional=tuple(name for name in ordered.names if name in required),
             routing_shape=routing,
         )
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What groups, steps and bytes depend on: a journal is reopened with the same only.
+
+        Left out is what may change between two openings: time, room, and how many dead groups in a
+        row are borne (a run that ended for that reason can be told to bear more).
+        """
+        limits, policy, packing = self.limits, self.policy, self.packing
+        values: dict[str, object] = {
+            "run_id": self.run_id,
+            "rows": packing.rows,
+            "tokens_per_row": packing.tokens_per_row,
+            "data_parallel_ranks": packing.data_parallel_ranks,
+            "align_tokens": packing.align_tokens,
+            "max_segments_per_row": packing.max_segments_per_row,
+            "early_first_micro_batch": packing.early_first_micro_batch,
+            "longest_trajectory": limits.tokens_per_row,
+            "vocab_size": limits.vocab_size,
+            "fields": ",".join(self.fields.optional),
+            "num_experts": limits.num_experts,
+            "moe_layers": limits.moe_layers,
+            "top_k": limits.top_k,
+            "group_size": policy.group_size,
+            "extra": policy.extra,
+            "max_staleness": policy.max_staleness,
+            "zero_spread": policy.zero_spread.value,
+            "remembered_groups": policy.remembered_groups,
+            "advantage": self.advantages.estimator.value,
+            "advantage_std": self.advantages.std.value,
+            "advantage_epsilon": self.advantages.epsilon,
+            "groups_per_batch": self.batches.groups_per_batch,
+            "num_minibatches": self.batches.num_minibatches,
+            "num_iterations": self.batches.num_iterations,
+        }
+        return {key: "none" if value is None else str(value) for key, value in values.items()}
