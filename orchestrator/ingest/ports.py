@@ -30,6 +30,8 @@ class Receipt:
     duplicate: bool = False
     reason: str = ""  # A `DropReason` value, "conflict", or empty.
     message: str = ""
+    # False: durable, but its connection was lost before the ack; `accepted` is not known then.
+    verdict_known: bool = True
 
 
 class RolloutLog(Protocol):
