@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import resource
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -42,6 +44,12 @@ def served(log: FakeLog | None = None, limits: IngestLimits | None = None) -> It
         finally:
             log.release()
             server.stop(finished=False, grace_s=0.5)
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def rollout(group: str = "g", index: int = 0, tokens: int = 3, version: int = 0) -> Rollout:
