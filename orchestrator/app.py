@@ -19,7 +19,7 @@ from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
-from orchestrator.metrics import OrchestratorMetrics, serve
+from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock
 from orchestrator.put_client import PlanePut, open_plane, receive_buffers
@@ -98,24 +98,36 @@ SourceFactory = Callable[[OrchestratorConfig, int, Reserve], tuple[StepSource, R
 """Makes a run's source: its config, the vocabulary's size, and where micro-batches are written."""
 
 
-def run(config: OrchestratorConfig, make_source: SourceFactory) -> RunResult:
-    """Train one run. Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`."""
+def run(
+    config: OrchestratorConfig, make_source: SourceFactory, operation: Operation | None = None
+) -> RunResult:
+    """Train one run. `operation`: what watches and ends it; None: nothing does.
+
+    Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`, `RunStopped`.
+    """
+    operation = operation or Operation()
     for note in config.notes:
         log.warning("%s", note)
     channel = open_channel(config.trainer)
+    operation.ending.on_cut(channel.close)
+    operation.board.begin(config.run_id, config.trainer)
     try:
-        return _run(config, make_source, channel)
+        return _run(config, make_source, channel, operation)
     finally:
         channel.close()
 
 
 def _run(
-    config: OrchestratorConfig, make_source: SourceFactory, channel: grpc.Channel
+    config: OrchestratorConfig,
+    make_source: SourceFactory,
+    channel: grpc.Channel,
+    operation: Operation,
 ) -> RunResult:
     probe = TrainerClient(
         channel, run_id=config.run_id, shape=RunShape(rows=1, tokens_per_row=2, fields=())
     )
-    able = reach(probe, config.trainer, config.trainer_wait_s)
+    operation.board.opening("reaching the worker")
+    able = reach(probe, config.trainer, config.trainer_wait_s, sleep=operation.control.sleep)
     plan = dataclasses.replace(
         config.plan,
         stage=resolve_staging(config.staging, able, before_update=config.plan.stage_before_update),
@@ -126,6 +138,7 @@ def _run(
     )
     plane = open_plane(channel, probe.capabilities, shared_memory_bytes=config.shared_memory_bytes)
     log.info("payloads travel by %s", plane.name)
+    operation.board.opening("opening the rollouts")
     source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
     check_shape(able, config.rows, shape.fields)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
@@ -134,13 +147,14 @@ def _run(
     feeder = Feeder(source, sender)
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
-    metrics = OrchestratorMetrics()
+    metrics = operation.metrics
     metrics.watch_feeder(feeder.counters)
-    stop_metrics = serve(metrics, config.metrics_port) if config.metrics_port else None
+    operation.board.running(plan, feeder.counters)
 
     def on_bookkeeping(book: StepBook, step: int) -> None:
         progress(book, step)
         metrics.on_step(book, step)
+        operation.board.closed(book.get(step))
 
     compiles = _CompileCount(client)
     try:
@@ -148,16 +162,19 @@ def _run(
             run_id=config.run_id,
             plan=plan,
             trainer=client,
-            feeder=feeder,
-            clock=RealClock(),
-            observers=(tracer, compiles, metrics),
+            feeder=operation.feeder(feeder),
+            clock=operation.clock,
+            observers=(tracer, compiles, metrics, operation.board),
             patience=Patience(data_s=config.data_wait_s),
             on_bookkeeping=on_bookkeeping,
+            before_send=operation.before_send,
         )
         book = runner.run()
+        operation.board.finishing()
         _read_again(client, book)
         if plan.checkpoint_every:
-            await_durable(client.durability, last_checkpoint(runner.state.step, plan))
+            last = last_checkpoint(runner.state.step, plan)
+            await_durable(client.durability, last, clock=operation.clock)
         result = RunResult(
             records=book.records(),
             parameter_digest=client.parameter_digest(),
@@ -167,8 +184,6 @@ def _run(
     finally:
         feeder.close()
         plane.close()
-        if stop_metrics is not None:
-            stop_metrics()
         progress.close()
         tracer.close()
     if config.result_file is not None:

@@ -16,7 +16,7 @@ from absl import flags
 
 from orchestrator.plan import PlanError, RunPlan
 from prestage.strict_flags import (
-    define_finite_float,
+    define_seconds,
     define_strict_bool,
     environment_bool,
     parse_strict_bool,
@@ -116,11 +116,11 @@ VAL_START = flags.DEFINE_integer(
 LATCH_AFTER = flags.DEFINE_integer(
     "latch_after", 3, "Boundaries in a row that hid nothing before staging turns itself off."
 )
-LATCH_HIDDEN = define_finite_float(
-    "latch_hidden_seconds", 0.05, "A stage that hid less than this hid nothing, s."
+LATCH_HIDDEN = define_seconds(
+    "latch_hidden_seconds", 0.05, "A stage that hid less than this hid nothing, s.", zero=True
 )
-TRAINER_WAIT = define_finite_float("trainer_wait_s", 60.0, "Wait for the worker to come up, s.")
-DATA_WAIT = define_finite_float("data_wait_s", 3600.0, "Wait for the next micro-batch, s.")
+TRAINER_WAIT = define_seconds("trainer_wait_s", 60.0, "Wait for the worker to come up, s.")
+DATA_WAIT = define_seconds("data_wait_s", 3600.0, "Wait for the next micro-batch, s.")
 TRACE_DIR = flags.DEFINE_string("trace_dir", "", "Folder for NDJSON traces; empty: none.")
 RESULT = flags.DEFINE_string("result_file", "", "Where to write the run's result as JSON.")
 PROGRESS = define_strict_bool("progress", True, "Show a progress bar on the terminal.")
@@ -129,9 +129,6 @@ SHARED_MEMORY = flags.DEFINE_integer(
     1 << 30,
     "Shared memory for payloads when the worker is on this host; 0 = gRPC streams.",
     lower_bound=0,
-)
-METRICS_PORT = flags.DEFINE_integer(
-    "metrics_port", 0, "Prometheus metrics on this loopback port; 0 = off."
 )
 
 
@@ -160,7 +157,6 @@ class OrchestratorConfig:
     trace_dir: Path | None
     result_file: Path | None
     progress: bool
-    metrics_port: int
     shared_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -261,7 +257,6 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         trace_dir=Path(TRACE_DIR.value) if TRACE_DIR.value else None,
         result_file=Path(RESULT.value) if RESULT.value else None,
         progress=bool(PROGRESS.value),
-        metrics_port=METRICS_PORT.value,
         shared_memory_bytes=SHARED_MEMORY.value,
         notes=notes,
     )

@@ -11,14 +11,36 @@ from typing import Final, cast
 
 from absl import app
 
-# Subcommand to module; its `main(argv) -> int` runs it. Imported only when it is asked for.
+# Subcommand to module and function (`main` when none is named): `(argv) -> int` runs it. Imported only
+# when it is asked for.
 COMMANDS: Final = {
     "bench": "orchestrator.bench.main",
     "check-trace": "orchestrator.check_trace",
     "conformance": "orchestrator.bench.conformance.main",
+    "pause": "orchestrator.operation.cli:pause",
     "render": "orchestrator.recipes.main",
+    "resume": "orchestrator.operation.cli:resume",
     "simulate": "orchestrator.bench.simulate",
+    "status": "orchestrator.operation.cli:status",
+    "stop": "orchestrator.operation.cli:stop",
 }
+
+
+HELP: Final = """orchestrator: trains a run on a worker; its tools are subcommands.
+
+    orchestrator --trainer=unix:///run/worker.sock --rollouts=FILE --num_steps=N
+    orchestrator status|pause|resume|stop --admin=ADDRESS
+    orchestrator bench|check-trace|conformance|render|simulate --help
+
+Ends in order on SIGTERM; the same command goes on where it ended. Exit status: 0 trained to the end or
+ended as asked, 1 the run failed, 2 a flag, file or address cannot be used, 70 the watchdog ended it.
+See docs/operations.md.
+"""
+OWN_FLAGS: Final = (
+    "orchestrator.flags",
+    "orchestrator.operation.flags",
+    "prestage.operation.flags",
+)
 
 
 def _train(argv: Sequence[str]) -> int:
@@ -26,8 +48,12 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.bringup import WorkerUnreachable
     from orchestrator.feeder import SourceError
     from orchestrator.flags import config_from_flags
+    from orchestrator.operation.control import RunStopped
+    from orchestrator.operation.flags import operation_from_flags
+    from orchestrator.operation.operation import Operation
     from orchestrator.recorded import recorded_source
     from orchestrator.runner import RunFailed
+    from prestage.operation.signals import hear_signals
     from prestage.wire.channel import forbid_fork, tune_allocator
 
     if len(argv) > 1:
@@ -41,7 +67,17 @@ def _train(argv: Sequence[str]) -> int:
     forbid_fork()
     try:
         config = config_from_flags(os.environ)
-        result = application.run(config, recorded_source)
+        operation = Operation(
+            operation_from_flags(trace_dir=config.trace_dir, result_file=config.result_file)
+        )
+        hear_signals(operation.ending.begin)
+        with operation:
+            try:
+                result = application.run(config, recorded_source, operation)
+            except (RunStopped, RunFailed, ValueError, WorkerUnreachable, SourceError) as error:
+                if not operation.stopped(error):
+                    raise
+                return operation.ending.exit_code
     except (ValueError, WorkerUnreachable, SourceError) as error:
         print(f"orchestrator: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -55,11 +91,15 @@ def _train(argv: Sequence[str]) -> int:
 def run() -> None:
     """Console script."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
-        module = importlib.import_module(COMMANDS[sys.argv[1]])
-        command = cast(Callable[[Sequence[str]], int], module.main)
+        name, _, function = COMMANDS[sys.argv[1]].partition(":")
+        module = importlib.import_module(name)
+        command = cast(Callable[[Sequence[str]], int], vars(module)[function or "main"])
         sys.exit(command(sys.argv[2:]))
     from orchestrator import flags  # noqa: F401  (defines the flags)
+    from orchestrator.operation import flags as operation_flags  # noqa: F401
+    from prestage.operation.help import own_help
 
+    own_help(HELP, OWN_FLAGS)
     app.run(lambda argv: sys.exit(_train(argv)))
 
 

@@ -5,10 +5,13 @@ One process owns the registry. `docs/metrics.md` is generated from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from orchestrator.boundary import BoundaryState
 from orchestrator.calls import Lost, Note, NoteKind, Refused
@@ -19,6 +22,20 @@ from prestage.protocol import Phase
 from prestage.trace import TraceRecord
 
 _SECONDS: Final = (0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class _Read(Collector):
+    """Counters that others keep."""
+
+    def __init__(self) -> None:
+        self.probe_restarts: Callable[[], int] = lambda: 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "prestage_probe_restarts",
+            "Times that the process which answers probes was started again.",
+            value=float(self.probe_restarts()),
+        )
 
 
 class OrchestratorMetrics:
@@ -88,11 +105,35 @@ class OrchestratorMetrics:
         self._put_retries = Gauge(
             "prestage_put_retries", "Puts sent again after a transport failure.", registry=r
         )
+        self._age = Gauge(
+            "prestage_progress_age_seconds",
+            "Seconds since the orchestrator last made progress.",
+            registry=r,
+        )
+        self._allowance = Gauge(
+            "prestage_progress_allowance_seconds",
+            "Seconds that the present state may take without progress.",
+            registry=r,
+        )
+        self._allowance.set(math.inf)
+        self._liveness = _Read()
+        r.register(self._liveness)
         self._dropped_seen: dict[str, int] = {}
 
     def watch_feeder(self, counters: FeederCounters) -> None:
         self._put_bytes.set_function(_reader(lambda: counters.put_bytes))
         self._put_retries.set_function(_reader(lambda: counters.put_retries))
+
+    def watch_liveness(
+        self,
+        age_s: Callable[[], float],
+        allowance_s: Callable[[], float],
+        probe_restarts: Callable[[], int],
+    ) -> None:
+        """Where progress age, its allowance and the probe process's restarts are read. Seconds."""
+        self._age.set_function(age_s)
+        self._allowance.set_function(allowance_s)
+        self._liveness.probe_restarts = probe_restarts
 
     # -- Observer ---------------------------------------------------------------------------------
 
@@ -149,15 +190,3 @@ def _newest_idle(book: StepBook, step: int) -> float:
 
 def _reader(read: Callable[[], int]) -> Callable[[], float]:
     return lambda: float(read())
-
-
-def serve(metrics: OrchestratorMetrics, port: int) -> Callable[[], None]:
-    """Serve `/metrics` on the loopback address; returns what stops it. Raises `OSError`."""
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=metrics.registry)
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5)
-
-    return stop

@@ -75,7 +75,9 @@ class Runner:
         observers: tuple[Observer, ...] = (),
         patience: Patience | None = None,
         on_bookkeeping: BookkeepingHook | None = None,
+        before_send: Callable[[Send], None] = lambda send: None,
     ) -> None:
+        """`before_send`: called before each trainer call; may wait (a pause) or raise (a stop)."""
         self._run_id = run_id
         self._trainer = trainer
         self._feeder = feeder
@@ -83,6 +85,7 @@ class Runner:
         self._observers = observers
         self._patience = patience or Patience()
         self._on_bookkeeping = on_bookkeeping
+        self._before_send = before_send
         self._state = initial(plan)
         self._lost_since: float | None = None
         self._lost_count = 0
@@ -141,6 +144,7 @@ class Runner:
     # -- trainer calls ------------------------------------------------------------------------
 
     def _send(self, send: Send) -> Event:
+        self._before_send(send)
         before = self._state.mirror
         started_s = self._clock.now()
         cursor = ""

@@ -20,13 +20,8 @@ PROGRAMS = {"orchestrator": "orchestrator.main", "trainer_worker": "trainer_work
 PENDING = {
     "orchestrator": {
         "eval_every",
-        "grace_s",
-        "health_listen",
-        "interrupted_exit_code",
         "journal_dir",
         "listen",
-        "metrics_address",
-        "probe_listen",
         "require_drop_audit",
         "router_replay",
         "tls_dir",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import urllib.request
+
 from orchestrator.calls import NoteKind
-from orchestrator.metrics import OrchestratorMetrics, serve
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.plan import RunPlan
+from prestage.operation.pages import PageServer, metrics_page
 from tests.support.rig import address_of, run_against, served
 
 
 def test_metrics_count_calls_fallbacks_and_steps() -> None:
-    import socket
-    import urllib.request
-
     with served() as server:
         plan = RunPlan(num_steps=3, pipeline=True, stage=True)
         result = run_against(address_of(server), plan)
@@ -31,12 +31,10 @@ def test_metrics_count_calls_fallbacks_and_steps() -> None:
         assert value("prestage_fallbacks_total", kind=kind.value) == 0
     summaries = [record.summary for record in result.book.records()]
     assert value("prestage_trained_tokens_total") == sum(s.trained_tokens for s in summaries if s)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    stop = serve(metrics, port)
+    place = ("127.0.0.1", 0)
+    pages = PageServer("--metrics_port", place, {"/metrics": metrics_page(metrics.registry)})
     try:
-        page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read()
+        page = urllib.request.urlopen(f"http://127.0.0.1:{pages.port}/metrics", timeout=5).read()
         assert b"prestage_trained_tokens_total" in page
     finally:
-        stop()
+        pages.stop()
