@@ -73,6 +73,8 @@ class WayResult:
     check_s: float
     sender_peak: float  # Peak resident memory above idle, of the payload.
     receiver_peak: float
+    sender_cpu_s: float = 0.0  # Of all threads, a put; medians over the puts after the first.
+    receiver_cpu_s: float = 0.0  # With the checks.
 
     @property
     def of_memcpy(self) -> float:
@@ -191,6 +193,8 @@ class _Receiver:
             self.store.clear()
         elif command == "readable":
             return json.dumps(self.store.readable_s).encode()
+        elif command == "cpu":
+            return json.dumps(time.process_time()).encode()
         elif command == "peak":
             return json.dumps(_peak() - self._idle).encode()
         return b"null"
@@ -277,10 +281,15 @@ def send(way: str, folder: Path, port: int, payload_bytes: int, reps: int) -> Wa
     copies: list[float] = []
     puts: list[float] = []
     checks: list[float] = []
+    sent: list[float] = []
+    received: list[float] = []
     for _ in range(reps):
         ask("release")
         copies.append(memcpy())
+        here_s, there_s = time.process_time(), float(str(ask("cpu")))
         put_s, check_s = put()
+        sent.append(time.process_time() - here_s)
+        received.append(float(str(ask("cpu"))) - there_s)
         puts.append(put_s)
         checks.append(check_s)
     if isinstance(plane, SharedMemorySender):
@@ -297,6 +306,8 @@ def send(way: str, folder: Path, port: int, payload_bytes: int, reps: int) -> Wa
         check_s=statistics.median(checks),
         sender_peak=sender_peak,
         receiver_peak=receiver_peak,
+        sender_cpu_s=statistics.median(sent),
+        receiver_cpu_s=statistics.median(received),
     )
 
 
@@ -495,6 +506,7 @@ def report(
     lines = [
         f"{'way':14} {'MiB':>6} {'first s':>8} {'median s':>9} {'worst s':>8} {'GB/s':>8}"
         f" {'memcpy':>7} {'of it':>7} {'checks s':>9} {'peak sender':>12} {'receiver':>9}"
+        f" {'CPU s/GB sender':>16} {'receiver':>9}"
     ]
     for r in results:
         lines.append(
@@ -502,6 +514,8 @@ def report(
             f" {r.worst_s:8.4f} {r.payload_bytes / r.median_s / 1e9:8.2f}"
             f" {r.payload_bytes / r.memcpy_s / 1e9:7.2f} {r.of_memcpy:7.3f} {r.check_s:9.4f}"
             f" {r.sender_peak:12.3f} {r.receiver_peak:9.3f}"
+            f" {r.sender_cpu_s / r.payload_bytes * 1e9:16.3f}"
+            f" {r.receiver_cpu_s / r.payload_bytes * 1e9:9.3f}"
         )
     lines.append("")
     lines += [f"{name:36} {speed:6.2f} GB/s" for name, speed in speeds.items()]

@@ -32,6 +32,9 @@ ARMS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+TIMED_SECONDS: Final[Mapping[str, float]] = {"fwd_bwd_s": 0.3, "update_s": 0.05, "copy_s": 0.2}
+
+
 def predicted(
     micro_batches: int, fwd_bwd_s: float, update_s: float, copy_s: float
 ) -> list[Prediction]:
@@ -110,10 +113,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--groups_per_batch", type=int, default=2)
     parser.add_argument("--num_steps", type=int, default=6)
     parser.add_argument("--micro_batches", type=int, default=3, help="predicted, per step")
-    parser.add_argument("--fwd_bwd_s", type=float, default=0.3)
-    parser.add_argument("--update_s", type=float, default=0.05)
-    parser.add_argument("--copy_s", type=float, default=0.2)
+    for name, seconds in TIMED_SECONDS.items():
+        parser.add_argument(f"--{name}", type=float, default=None, help=f"timed: {seconds:g}")
     arguments = parser.parse_args(argv)
+    told = [getattr(arguments, name) is not None for name in TIMED_SECONDS]
+    if arguments.engine == "jax" and arguments.predictions is None and not all(told):
+        parser.error(
+            "--engine=jax: predictions are made from --fwd_bwd_s, --update_s and --copy_s of your"
+            " own engine (a flags-off run measures them), or given as --predictions=FILE"
+        )
+    for name, seconds in TIMED_SECONDS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, seconds)
     if arguments.num_steps < 3:
         parser.error(f"--num_steps is {arguments.num_steps}; use 3 or more")
     arguments.out.mkdir(parents=True, exist_ok=True)
