@@ -140,7 +140,7 @@ def _run(
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
     source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
-    check_shape(able, config.rows, shape.fields)
+    check_shape(able, shape)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
     client = TrainerClient(channel, run_id=config.run_id, shape=shape)
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
@@ -279,6 +279,11 @@ def write_result(path: Path, result: RunResult) -> None:
 def summary_text(result: RunResult) -> str:
     """What is printed at the end of a run."""
     lines = [line for record in result.records for line in lines_of(record)]
+    if not any(record.micro_steps for record in result.records):
+        lines.append(
+            "nothing was trained: this run is at its last step already; raise --num_steps to go on,"
+            " or give another --run_id to a fresh worker"
+        )
     lines += ["", table(result.records), "", f"parameter digest: {result.parameter_digest}"]
     lines.append(f"backend compiles inside steps: {result.backend_compiles_in_steps}")
     lines += [f"note: {note}" for note in result.notes]

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import grpc
 
 from orchestrator.flags import ConfigError, Staging
-from orchestrator.trainer_client import TrainerClient
+from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.errors import Unknown, classify
+from prestage.wire.layout import buffer_bytes_of
 
 log = logging.getLogger("prestage.orchestrator")
 
@@ -86,17 +87,26 @@ def resolve_staging(
     return False
 
 
-def check_shape(able: pb.GetCapabilitiesResponse, rows: int, fields: tuple[str, ...]) -> None:
+def check_shape(able: pb.GetCapabilitiesResponse, shape: RunShape) -> None:
     """Raises `ConfigError` when the worker cannot train this shape or these fields."""
     multiple = able.row_multiple or 1
-    if rows % multiple:
+    if shape.rows % multiple:
         raise ConfigError(
-            f"--rows is {rows}; the worker's engine shards rows over {multiple} devices: use a"
+            f"--rows is {shape.rows}; the worker's engine shards rows over {multiple} devices: use a"
             f" multiple of {multiple}"
         )
-    lacking = sorted(set(able.required_fields) - set(fields))
+    lacking = sorted(set(able.required_fields) - set(shape.fields))
     if lacking:
         raise ConfigError(
             f"the worker's engine insists on the field(s) {', '.join(lacking)}, which the rollouts"
             " do not have"
+        )
+    trailing = {"routed_experts": shape.routing_shape}
+    fields = {name: trailing.get(name, ()) for name in shape.fields}
+    size = buffer_bytes_of(shape.rows, shape.tokens_per_row, fields)
+    if able.store_limit_bytes and size > able.store_limit_bytes:
+        raise ConfigError(
+            f"--rows={shape.rows} --tokens_per_row={shape.tokens_per_row} make micro-batches of"
+            f" {size} bytes, but the worker keeps at most {able.store_limit_bytes}: use fewer rows,"
+            " or raise the worker's --store_memory_bytes"
         )

@@ -93,5 +93,7 @@ def skipped_line(record: StepRecord) -> str | None:
 
 def lines_of(record: StepRecord) -> list[str]:
     """The ruler line and, where they apply, those of a staged boundary, a retry and a skip."""
+    if not record.micro_steps:
+        return [f"step {record.step}: an earlier process of this run trained and closed it"]
     more = (staged_line(record), retry_line(record), skipped_line(record))
     return [record.ruler_line(), *(line for line in more if line is not None)]

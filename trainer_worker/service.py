@@ -49,7 +49,7 @@ from prestage.wire.errors import (
     WireError,
     abort_with,
 )
-from prestage.wire.layout import plan_layout
+from prestage.wire.layout import buffer_bytes_of
 from prestage.wire.limits import WireLimits
 from prestage.wire.shm_plane import WorkerSlots
 from prestage.wire.store import MicroBatchStore, MissingError
@@ -496,12 +496,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         fields: dict[str, tuple[int, ...]] = {n: () for n in request.fields if n in FIELDS}
         if "routed_experts" in fields:
             fields["routed_experts"] = tuple(request.routing_shape)
-        size = plan_layout(
-            rows=request.rows,
-            tokens_per_row=request.tokens_per_row,
-            row_lengths=(0,) * request.rows,
-            fields=fields,
-        ).buffer_bytes
+        size = buffer_bytes_of(request.rows, request.tokens_per_row, fields)
         count = min(request.receive_buffers, MAX_WARM_BUFFERS)
         if not count or not LEAST_WARM_BYTES <= size <= self._store.stats().limit_bytes:
             return None

@@ -288,6 +288,11 @@ def _simulate(args: argparse.Namespace) -> int:
         )
         print("\n".join(_table(results, shape, args.tokens_per_micro_batch_per_chip)))
         notes = _notes(results)
+        if not shape.copy_s:
+            notes.append(
+                "copy_s is 0, so there is nothing to hide: give --copy_s, the boundary idle of a"
+                " flags-off run"
+            )
         if notes:
             print("\n" + "\n".join(notes))
         if not args.no_gantt:

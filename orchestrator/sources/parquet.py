@@ -7,6 +7,7 @@ Decides nothing about groups: anything wrong is one `SourceError` that names fil
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from orchestrator.trajectory import (
     TrajectoryLimits,
     check_trajectory,
 )
+
+log = logging.getLogger("prestage.orchestrator")
 
 # Columns that are read, and their types.
 REQUIRED_COLUMNS: Final = MappingProxyType(
@@ -139,6 +142,13 @@ class RecordedRollouts:
             if self._read_stamp() != self._stamp:
                 raise SourceError(
                     f"{self._path} changed while the run reads it; record to a new file instead"
+                )
+            if epoch > first:
+                log.warning(
+                    "%s: all %d groups are used; pass %d over them begins",
+                    self._path,
+                    self.group_count,
+                    epoch + 1,
                 )
             yield from itertools.islice(self._read_groups(epoch), skip, None)
             skip = 0

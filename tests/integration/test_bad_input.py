@@ -28,7 +28,7 @@ ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 
 def run(
     address: str, rollouts: Path, *extra: str, environment: dict[str, str] | None = None
-) -> None:
+) -> app.RunResult:
     """One run in this process, as the console script would make it."""
     flags.FLAGS.unparse_flags()
     flags.FLAGS(
@@ -43,7 +43,7 @@ def run(
         ]
     )
     try:
-        app.run(config_from_flags(environment or {}), recorded_source)
+        return app.run(config_from_flags(environment or {}), recorded_source)
     finally:
         flags.FLAGS.unparse_flags()
         for name in flags.FLAGS.flags_by_module_dict()[orchestrator_flags.__name__]:
@@ -192,7 +192,8 @@ def test_the_console_scripts_say_it_in_one_line_and_exit_with_2() -> None:
     missing = command("orchestrator.main", "--trainer=unix:///tmp/x.sock")
     assert missing.returncode == 2
     assert missing.stderr.strip() == (
-        "orchestrator: --rollouts is not set: give a Parquet file of recorded rollouts"
+        "orchestrator: --rollouts is not set: give a Parquet file of recorded rollouts,"
+        " or --listen and --journal_dir to take live ones"
     )
     unknown = command("orchestrator.main", "fly")
     assert unknown.returncode == 2 and "unknown command 'fly'" in unknown.stderr
@@ -200,3 +201,29 @@ def test_the_console_scripts_say_it_in_one_line_and_exit_with_2() -> None:
         second = command("trainer_worker.main", f"--listen={address_of(server)}", "--engine=timed")
     assert second.returncode == 2
     assert "another process already listens" in second.stderr
+
+
+def test_a_micro_batch_larger_than_the_worker_keeps_is_refused_at_start() -> None:
+    with (
+        served(create_timed(TimedConfig(), RealClock())) as server,
+        pytest.raises(ConfigError, match=r"--rows=1000000 .* the worker keeps at most"),
+    ):
+        run(address_of(server), ROLLOUTS, "--rows=1000000", "--tokens_per_row=65536")
+
+
+def test_a_second_pass_over_the_file_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with served(create_timed(TimedConfig(fwd_bwd_seconds=0.001), RealClock())) as server:
+        run(address_of(server), ROLLOUTS, "--num_steps=3", "--groups_per_batch=24")
+    passes = [r.getMessage() for r in caplog.records if "pass 2 over them begins" in r.getMessage()]
+    assert len(passes) == 1
+    assert "groups are used" in passes[0]
+
+
+def test_a_run_that_is_over_says_that_nothing_was_left_to_train() -> None:
+    with served(create_timed(TimedConfig(fwd_bwd_seconds=0.001), RealClock())) as server:
+        first = run(address_of(server), ROLLOUTS)
+        again = run(address_of(server), ROLLOUTS)
+    assert "nothing was trained" not in app.summary_text(first)
+    text = app.summary_text(again)
+    assert "nothing was trained: this run is at its last step already" in text
+    assert "step 0: an earlier process of this run trained and closed it" in text

@@ -13,7 +13,7 @@ from prestage.wire.arena import ArenaPool
 from prestage.wire.codec import Placer, chunk_pieces, content_views, layout_of_batch
 from prestage.wire.digest import batch_digest, block_tokens, content_digest
 from prestage.wire.errors import CodecError, SupersededError
-from prestage.wire.layout import ALIGN_BYTES, Layout, ShardRange, plan_layout
+from prestage.wire.layout import ALIGN_BYTES, Layout, ShardRange, buffer_bytes_of, plan_layout
 from tests.wire.samples import changed, sample
 
 lengths = st.lists(st.integers(0, 24), min_size=1, max_size=6).map(
@@ -278,3 +278,12 @@ def test_warm_buffers_are_used_by_the_next_takers_and_bounded_by_the_idle_limit(
     held = [pool.take(1 << 20) for _ in range(4)]
     assert [fresh for _, fresh in held] == [False, False, False, True]
     assert pool.warm(4 << 20, count=8) == 0, "more than the pool may keep"
+
+
+@given(st.integers(1, 9), st.integers(2, 70), st.tuples(st.integers(1, 3), st.integers(1, 4)))
+def test_the_size_of_a_buffer_needs_no_layout(
+    rows: int, tokens: int, routing: tuple[int, int]
+) -> None:
+    fields = {name: routing if spec.trailing_dims else () for name, spec in FIELDS.items()}
+    layout = plan_layout(rows=rows, tokens_per_row=tokens, row_lengths=(0,) * rows, fields=fields)
+    assert buffer_bytes_of(rows, tokens, fields) == layout.buffer_bytes

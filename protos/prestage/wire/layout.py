@@ -10,6 +10,7 @@ real content in order, so padding is not sent. Works on checked numbers only (se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -137,6 +138,18 @@ def row_runs(
         run_start, run_size = start, length * token_bytes
     if run_size:
         yield run_start, run_size
+
+
+def buffer_bytes_of(rows: int, tokens_per_row: int, fields: Mapping[str, Sequence[int]]) -> int:
+    """`Layout.buffer_bytes` of such a micro-batch; sizes of any magnitude cost nothing.
+
+    `fields`: name to trailing shape. Raises `KeyError` for a field outside the table.
+    """
+    total = 0
+    for name, trailing in fields.items():
+        size = rows * tokens_per_row * FIELDS[name].dtype.itemsize * math.prod(trailing)
+        total += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+    return total
 
 
 def plan_layout(
