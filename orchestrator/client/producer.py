@@ -103,6 +103,7 @@ class RolloutProducer:
         self._pending_bytes = 0
         self._first: int | None = None  # Offset of the oldest entry, once the service said it.
         self._closing = False
+        self._lost = 0  # Entries that a failure took.
         self._failure: ProducerError | None = None
         self._heard_s = time.monotonic()
         self._connections = 0
@@ -142,14 +143,18 @@ class RolloutProducer:
         return entry.receipt
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until everything that was submitted is acknowledged. Raises as `submit`."""
+        """Wait until everything that was submitted is acknowledged. Raises as `submit`.
+
+        A run that has ended is no error here as long as it took everything.
+        """
         with self._cond:
             if not self._cond.wait_for(lambda: not self._entries or self._failure, timeout_s):
                 raise TimeoutError(
                     f"{len(self._entries)} rollouts are not acknowledged after {timeout_s:g} s"
                 )
-            if self._failure is not None:
-                raise self._failure
+            failure = self._failure
+            if failure is not None and (self._lost or not isinstance(failure, RunEnded)):
+                raise failure
 
     def next_offset(self, timeout_s: float | None = None) -> int:
         """How many rollouts of this producer, of former processes too, are durable.
@@ -404,6 +409,7 @@ class RolloutProducer:
             if self._failure is None:
                 self._failure = failure
             lost, self._entries = list(self._entries), deque()
+            self._lost += len(lost)
             self._pending_bytes = 0
             self._cond.notify_all()
         for entry in lost:

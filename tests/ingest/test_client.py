@@ -180,6 +180,17 @@ def test_the_end_of_the_run_reaches_futures_and_watchers(where: Served) -> None:
         producer.close()
 
 
+def test_a_producer_that_the_run_has_taken_everything_from_closes_well(where: Served) -> None:
+    with connect(where) as producer:
+        producer.submit(rollout()).result(timeout=10)
+        where.server.stop(finished=True)
+        with pytest.raises(RunEnded):
+            while True:
+                producer.next_offset(timeout_s=10)  # Says so once the client has heard.
+    with connect(where) as producer:  # Nobody is there any more, and nothing is owed.
+        pass
+
+
 def _restart(where: Served) -> None:
     """The service's process ends, without a word to anybody, and another one takes over."""
     where.server._server.stop(0).wait()
