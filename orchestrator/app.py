@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 from tqdm import tqdm
@@ -21,7 +23,7 @@ from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
-from orchestrator.ports import Answer, Clock
+from orchestrator.ports import Answer, Clock, Observer
 from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, RunFailed, Runner
@@ -98,10 +100,22 @@ SourceFactory = Callable[[OrchestratorConfig, int, Reserve], tuple[StepSource, R
 """Makes a run's source: its config, the vocabulary's size, and where micro-batches are written."""
 
 
+class Intake(Observer, Protocol):
+    """What keeps a source fed: hears of the run, and is stopped with it."""
+
+    def stop(self, *, finished: bool) -> None:
+        """Take nothing more, and let a waiting source go. Idempotent."""
+        ...
+
+
 def run(
-    config: OrchestratorConfig, make_source: SourceFactory, operation: Operation | None = None
+    config: OrchestratorConfig,
+    make_source: SourceFactory,
+    operation: Operation | None = None,
+    intake: Intake | None = None,
 ) -> RunResult:
-    """Train one run. `operation`: what watches and ends it; None: nothing does.
+    """Train one run. `operation`: what watches and ends it; None: nothing does. `intake`: what
+    feeds the source; None: it needs nobody.
 
     Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`, `RunStopped`.
     """
@@ -112,8 +126,10 @@ def run(
     operation.ending.on_cut(channel.close)
     operation.board.begin(config.run_id, config.trainer)
     try:
-        return _run(config, make_source, channel, operation)
+        return _run(config, make_source, channel, operation, intake)
     finally:
+        if intake is not None:
+            intake.stop(finished=False)
         channel.close()
 
 
@@ -122,6 +138,7 @@ def _run(
     make_source: SourceFactory,
     channel: grpc.Channel,
     operation: Operation,
+    intake: Intake | None,
 ) -> RunResult:
     probe = TrainerClient(
         channel, run_id=config.run_id, shape=RunShape(rows=1, tokens_per_row=2, fields=())
@@ -155,6 +172,8 @@ def _run(
         progress(book, step)
         metrics.on_step(book, step)
         operation.board.closed(book.get(step))
+        if plan.checkpoint_every and intake is not None:
+            _let_go(source, client)
 
     compiles = _CompileCount(client)
     try:
@@ -164,7 +183,13 @@ def _run(
             trainer=client,
             feeder=operation.feeder(feeder),
             clock=operation.clock,
-            observers=(tracer, compiles, metrics, operation.board),
+            observers=(
+                tracer,
+                compiles,
+                metrics,
+                operation.board,
+                *(() if intake is None else (intake,)),
+            ),
             patience=Patience(data_s=config.data_wait_s),
             on_bookkeeping=on_bookkeeping,
             before_send=operation.before_send,
@@ -181,7 +206,11 @@ def _run(
             backend_compiles_in_steps=compiles.in_steps(),
             notes=tuple(tracer.notes),
         )
+        if intake is not None:
+            intake.stop(finished=True)
     finally:
+        if intake is not None:
+            intake.stop(finished=False)  # A feeder that waits for groups is let go.
         feeder.close()
         plane.close()
         progress.close()
@@ -189,6 +218,14 @@ def _run(
     if config.result_file is not None:
         write_result(config.result_file, result)
     return result
+
+
+def _let_go(source: StepSource, client: TrainerClient) -> None:
+    """Tell the source what a durable checkpoint covers. A worker that is away is asked next time."""
+    with contextlib.suppress(grpc.RpcError):
+        durable, _ = client.durability()
+        if durable > 0:
+            source.step_durable(durable)
 
 
 def last_checkpoint(steps_closed: int, plan: RunPlan) -> int:

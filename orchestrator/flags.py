@@ -14,6 +14,7 @@ from typing import Final
 
 from absl import flags
 
+from orchestrator.ingest.flags import LiveFlags, live_from_flags
 from orchestrator.plan import PlanError, RunPlan
 from prestage.strict_flags import (
     define_seconds,
@@ -137,7 +138,7 @@ class OrchestratorConfig:
     """Everything one run is told."""
 
     trainer: str
-    rollouts: Path
+    rollouts: Path | None  # Recorded rollouts; None: a live run.
     run_id: str
     plan: RunPlan  # With `stage` as asked; `staging` says whether it may fall back.
     staging: Staging
@@ -157,6 +158,7 @@ class OrchestratorConfig:
     trace_dir: Path | None
     result_file: Path | None
     progress: bool
+    live: LiveFlags | None = None  # Where rollouts come in; None: a recorded run.
     shared_memory_bytes: int = 0
     notes: tuple[str, ...] = ()
 
@@ -197,18 +199,35 @@ def _switches(environment: Mapping[str, str]) -> tuple[bool, Staging, tuple[str,
     return pipeline, staging, tuple(notes)
 
 
+def _intake() -> tuple[Path | None, LiveFlags | None]:
+    """Where the rollouts come from: one of the two. Raises `ConfigError`, `ValueError`."""
+    live = live_from_flags()
+    if live is not None:
+        if ROLLOUTS.value:
+            raise ConfigError(
+                f"--rollouts is {ROLLOUTS.value} and --listen is {live.listen}: a run trains on"
+                " recorded rollouts or takes live ones; leave one of them out"
+            )
+        return None, live
+    if not ROLLOUTS.value:
+        raise ConfigError(
+            "--rollouts is not set: give a Parquet file of recorded rollouts, or --listen and"
+            " --journal_dir to take live ones"
+        )
+    rollouts = Path(ROLLOUTS.value)
+    if not rollouts.is_file():
+        raise ConfigError(f"--rollouts {rollouts} is no file")
+    return rollouts, None
+
+
 def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
     """Build the config. Raises `ConfigError` or `ValueError` naming the flag."""
     if not TRAINER.value:
         raise ConfigError(
             "--trainer is not set: give the worker's address, unix:///path or host:port"
         )
-    if not ROLLOUTS.value:
-        raise ConfigError("--rollouts is not set: give a Parquet file of recorded rollouts")
     check_address("--trainer", TRAINER.value)
-    rollouts = Path(ROLLOUTS.value)
-    if not rollouts.is_file():
-        raise ConfigError(f"--rollouts {rollouts} is no file")
+    rollouts, live = _intake()
     try:
         check_run_id(RUN_ID.value or "")
     except CodecError as error:
@@ -238,6 +257,7 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
     return OrchestratorConfig(
         trainer=TRAINER.value,
         rollouts=rollouts,
+        live=live,
         run_id=RUN_ID.value or "",
         plan=plan,
         staging=staging,

@@ -29,6 +29,7 @@ COMMANDS: Final = {
 HELP: Final = """orchestrator: trains a run on a worker; its tools are subcommands.
 
     orchestrator --trainer=unix:///run/worker.sock --rollouts=FILE --num_steps=N
+    orchestrator --trainer=unix:///run/worker.sock --listen=unix:///run/rollouts.sock --journal_dir=DIR
     orchestrator status|pause|resume|stop --admin=ADDRESS
     orchestrator bench|check-trace|conformance|render|simulate --help
 
@@ -38,6 +39,7 @@ See docs/operations.md.
 """
 OWN_FLAGS: Final = (
     "orchestrator.flags",
+    "orchestrator.ingest.flags",
     "orchestrator.operation.flags",
     "prestage.operation.flags",
 )
@@ -48,6 +50,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.bringup import WorkerUnreachable
     from orchestrator.feeder import SourceError
     from orchestrator.flags import config_from_flags
+    from orchestrator.live import LiveIntake
     from orchestrator.operation.control import RunStopped
     from orchestrator.operation.flags import operation_from_flags
     from orchestrator.operation.operation import Operation
@@ -73,7 +76,9 @@ def _train(argv: Sequence[str]) -> int:
         hear_signals(operation.ending.begin)
         with operation:
             try:
-                result = application.run(config, recorded_source, operation)
+                intake = None if config.live is None else LiveIntake(config.live)
+                make_source = recorded_source if intake is None else intake.open
+                result = application.run(config, make_source, operation, intake)
             except (RunStopped, RunFailed, ValueError, WorkerUnreachable, SourceError) as error:
                 if not operation.stopped(error):
                     raise

@@ -24,6 +24,8 @@ def recorded_source(
 
     Raises `SourceError` naming what is wrong, where, and the fix.
     """
+    if config.rollouts is None:
+        raise SourceError("--rollouts is not set: give a Parquet file of recorded rollouts")
     try:
         limits = TrajectoryLimits(
             tokens_per_row=config.tokens_per_row,

@@ -20,8 +20,6 @@ PROGRAMS = {"orchestrator": "orchestrator.main", "trainer_worker": "trainer_work
 PENDING = {
     "orchestrator": {
         "eval_every",
-        "journal_dir",
-        "listen",
         "require_drop_audit",
         "router_replay",
         "tls_dir",

@@ -1,0 +1,138 @@
+"""A live run's rollouts: the journal, the source of steps, and the service that producers talk to.
+
+Made by `main`, opened by the application once the worker has said what it trains, closed with the
+run. An observer of the run: it tells samplers the policy version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from orchestrator.advantages import AdvantageConfig, Estimator, Std
+from orchestrator.boundary import BoundaryState
+from orchestrator.calls import Done, Note
+from orchestrator.feeder import SourceError, StepSource
+from orchestrator.flags import OrchestratorConfig
+from orchestrator.groups import GroupPolicy, ZeroSpread
+from orchestrator.ingest.board import PolicyBoard
+from orchestrator.ingest.flags import LiveFlags
+from orchestrator.ingest.limits import IngestLimits
+from orchestrator.ingest.server import IngestServer
+from orchestrator.journal.config import LiveConfig
+from orchestrator.journal.errors import JournalError
+from orchestrator.journal.open import LiveRun, open_live
+from orchestrator.packing import PackingConfig
+from orchestrator.ports import Answer
+from orchestrator.sources.batches import BatchShape
+from orchestrator.trainer_client import RunShape
+from orchestrator.trajectory import RolloutError, TrajectoryLimits
+from prestage.protocol import Call
+from prestage.trace import TraceRecord
+from prestage.wire.layout import Layout
+from prestage.wire.planes import SendBuffer
+
+log = logging.getLogger("prestage.orchestrator")
+
+
+class LiveIntake:
+    """The rollouts of one live run. `open` is its `SourceFactory`."""
+
+    def __init__(self, flags: LiveFlags) -> None:
+        self._flags = flags
+        self._run: LiveRun | None = None
+        self._server: IngestServer | None = None
+        self._sync_every = 0
+        self._training = False
+        self.board = PolicyBoard()
+
+    def open(
+        self, config: OrchestratorConfig, vocab_size: int, reserve: Callable[[Layout], SendBuffer]
+    ) -> tuple[StepSource, RunShape]:
+        """Open the journal and take rollouts.
+
+        Raises `SourceError` (the journal), `AddressError` (the address).
+        """
+        try:
+            run = open_live(live_config(config, self._flags, vocab_size), reserve=reserve)
+        except (JournalError, RolloutError, ValueError) as error:
+            raise SourceError(f"--journal_dir {self._flags.journal_dir}: {error}") from error
+        self._run = run
+        self._sync_every = config.plan.weight_sync_every
+        self._server = IngestServer(
+            run.log,
+            run_id=config.run_id,
+            listen=self._flags.listen,
+            board=self.board,
+            limits=IngestLimits(max_producers=self._flags.max_producers),
+        )
+        self._server.start()
+        return run.source, RunShape(
+            rows=config.rows,
+            tokens_per_row=config.tokens_per_row,
+            fields=tuple(sorted(run.fields.names)),
+        )
+
+    def stop(self, *, finished: bool) -> None:
+        """Before the feeder is closed. `finished`: the run trained to its end.
+
+        Nothing is acknowledged any more when this returns. Idempotent.
+        """
+        if self._server is not None:
+            self._server.stop(finished=finished)
+            self._server = None
+        if self._run is not None:
+            self._run.close()
+            self._run = None
+
+    # -- Observer ---------------------------------------------------------------------------------
+
+    def on_call(self, record: TraceRecord, answer: Answer) -> None:
+        """With weight syncs, what is offered for sampling is the version that was last prepared."""
+        self._training = self._training or record.call.startswith("fwd_bwd")
+        prepared = record.call == Call.PREPARE_WEIGHT_SYNC.value
+        if self._sync_every and prepared and isinstance(answer.event, Done):
+            self.board.publish(answer.train_step)
+
+    def on_note(self, note: Note) -> None:
+        del note
+
+    def on_state(self, state: BoundaryState) -> None:
+        """Without weight syncs, samplers read the weights by other ways: tell every update."""
+        step, train_step = state.mirror.step, state.mirror.train_step
+        if not self._sync_every:
+            self.board.publish(train_step)
+        elif not self._training:
+            # A run that is resumed: the last sync was this many steps ago, or a little later.
+            self.board.publish(max(0, train_step - step % self._sync_every))
+
+
+def live_config(config: OrchestratorConfig, flags: LiveFlags, vocab_size: int) -> LiveConfig:
+    """A live run's journal settings. Raises `RolloutError`, `ValueError`."""
+    return LiveConfig(
+        folder=flags.journal_dir,
+        run_id=config.run_id,
+        limits=TrajectoryLimits(
+            tokens_per_row=config.tokens_per_row,
+            vocab_size=vocab_size or 2**31 - 1,  # An engine without a vocabulary takes any.
+            required_fields=("sampling_logprobs",),
+        ),
+        policy=GroupPolicy(
+            group_size=config.group_size,
+            extra=flags.extra,
+            max_staleness=flags.max_staleness,
+            zero_spread=ZeroSpread(config.zero_spread),
+        ),
+        packing=PackingConfig(rows=config.rows, tokens_per_row=config.tokens_per_row),
+        batches=BatchShape(
+            groups_per_batch=config.groups_per_batch,
+            num_minibatches=config.num_minibatches,
+            num_iterations=config.num_iterations,
+        ),
+        advantages=AdvantageConfig(
+            estimator=Estimator(config.advantage), std=Std(config.advantage_std)
+        ),
+        group_timeout_s=flags.group_timeout_s,
+        budget_bytes=flags.journal_budget_bytes,
+        pending_bytes=flags.journal_pending_bytes,
+    )
