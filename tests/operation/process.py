@@ -20,6 +20,8 @@ from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
 from prestage.wire.channel import open_channel
 
 PATIENCE_S = 120.0
+GRACE_S = 20.0
+ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 
 
 def wait_until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -126,3 +128,46 @@ def result_of(path: Path) -> dict[str, object]:
     read = json.loads(path.read_text())
     assert isinstance(read, dict)
     return read
+
+
+def flags(folder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        f"--state_dir={folder}/state",
+        f"--checkpoint_dir={folder}/checkpoints",
+        f"--grace_s={GRACE_S}",
+        *more,
+    )
+
+
+def reached(folder: Path, what: str, true: Callable[[pb.WorkerState], bool]) -> pb.WorkerState:
+    seen: list[pb.WorkerState] = []
+
+    def look() -> bool:
+        seen[:] = [state_of(folder)]
+        return true(seen[0])
+
+    wait_until(look, what)
+    return seen[0]
+
+
+def train(folder: Path, *more: str) -> list[str]:
+    return [
+        "-m",
+        "orchestrator.main",
+        f"--trainer=unix://{folder}/w.sock",
+        f"--rollouts={ROLLOUTS}",
+        "--num_steps=2",
+        "--pipeline_step_boundary",
+        "--stage_next_microbatch",
+        "--checkpoint_every=1",
+        "--noprogress",
+        f"--result_file={folder}/result.json",
+        *more,
+    ]
+
+
+def goes_on(folder: Path, expected: object) -> None:
+    """The same command again trains to the end."""
+    with running(folder / "again.log", *train(folder)) as process:
+        assert process.wait() == 0, process.output
+    assert result_of(folder / "result.json")["parameter_digest"] == expected

@@ -13,11 +13,15 @@ from orchestrator.plan import RunPlan
 from orchestrator.runner import Patience
 from prestage.trainer.v1 import trainer_pb2 as pb
 from tests.operation.process import (
+    GRACE_S,
     PATIENCE_S,
     Process,
-    result_of,
+    flags,
+    goes_on,
+    reached,
     running,
     state_of,
+    train,
     wait_until,
     worker,
 )
@@ -26,8 +30,6 @@ from tests.support.rig import RunResult, address_of, run_against, served, socket
 SHAPE = SyntheticShape(micro_batches=3)
 PLAN = RunPlan(num_steps=3, pipeline=True, checkpoint_every=1)
 PATIENCE = Patience(data_s=60.0, unreachable_s=120.0, backoff_s=0.02)
-GRACE_S = 20.0
-ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 
 
 @pytest.fixture(scope="module", name="undisturbed")
@@ -38,32 +40,12 @@ def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return run_against(address_of(server), plan, shape=SHAPE).digest
 
 
-def flags(folder: Path, *more: str) -> tuple[str, ...]:
-    return (
-        f"--state_dir={folder}/state",
-        f"--checkpoint_dir={folder}/checkpoints",
-        f"--grace_s={GRACE_S}",
-        *more,
-    )
-
-
 def driven(folder: Path, plan: RunPlan = PLAN) -> Future[RunResult]:
     """A run on a thread of this process, which outlives its worker."""
     pool = ThreadPoolExecutor(1)
     made = pool.submit(run_against, f"unix://{folder}/w.sock", plan, shape=SHAPE, patience=PATIENCE)
     pool.shutdown(wait=False)
     return made
-
-
-def reached(folder: Path, what: str, true: Callable[[pb.WorkerState], bool]) -> pb.WorkerState:
-    seen: list[pb.WorkerState] = []
-
-    def look() -> bool:
-        seen[:] = [state_of(folder)]
-        return true(seen[0])
-
-    wait_until(look, what)
-    return seen[0]
 
 
 def ends_well(process: Process) -> None:
@@ -136,38 +118,6 @@ def test_the_jax_worker_ends_in_a_compile_and_in_a_computation() -> None:
 
 
 # -- the orchestrator -----------------------------------------------------------------------------
-
-
-def train(folder: Path, *more: str) -> list[str]:
-    return [
-        "-m",
-        "orchestrator.main",
-        f"--trainer=unix://{folder}/w.sock",
-        f"--rollouts={ROLLOUTS}",
-        "--num_steps=2",
-        "--pipeline_step_boundary",
-        "--stage_next_microbatch",
-        "--checkpoint_every=1",
-        "--noprogress",
-        f"--result_file={folder}/result.json",
-        *more,
-    ]
-
-
-@pytest.fixture(scope="module", name="trained")
-def _trained() -> object:
-    """The digest of the recorded rollouts' undisturbed run."""
-    with socket_folder() as folder, worker(folder, *flags(folder, "--timed_fwd_bwd_s=0.01")):
-        with running(folder / "o.log", *train(folder)) as process:
-            assert process.wait() == 0, process.output
-        return result_of(folder / "result.json")["parameter_digest"]
-
-
-def goes_on(folder: Path, expected: object) -> None:
-    """The same command again trains to the end."""
-    with running(folder / "again.log", *train(folder)) as process:
-        assert process.wait() == 0, process.output
-    assert result_of(folder / "result.json")["parameter_digest"] == expected
 
 
 def test_the_orchestrator_ends_in_the_middle_of_a_step_and_goes_on_there(trained: object) -> None:
