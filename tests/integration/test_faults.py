@@ -139,7 +139,15 @@ def disturbed(plan: RunPlan, at: int, kind: str) -> str:
         return result.digest
 
 
-@pytest.mark.parametrize("kind", ["reply lost", "request lost", "killed before", "killed after"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "reply lost",
+        "request lost",
+        pytest.param("killed before", marks=pytest.mark.slow),
+        pytest.param("killed after", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("arm", ARMS)
 def test_d2_r2_r10_a_fault_at_every_call_changes_no_parameter(arm: str, kind: str) -> None:
     plan = ARMS[arm]

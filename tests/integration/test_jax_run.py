@@ -78,7 +78,7 @@ def shape(micro_batches: int) -> SyntheticShape:
     )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3, 9])
+@pytest.mark.parametrize("micro_batches", [1, 3, pytest.param(9, marks=pytest.mark.slow)])
 def test_five_steps_end_with_the_same_parameters_in_every_arm(micro_batches: int) -> None:
     digests = {}
     for arm, flags in ARMS.items():

@@ -129,6 +129,7 @@ def worker() -> Iterator[Replaceable]:
             made.server.stop()
 
 
+@pytest.mark.slow
 def test_a_worker_replaced_in_the_middle_of_a_step_changes_nothing() -> None:
     with worker() as undisturbed:
         expected = run_against(undisturbed.address, PLAN, shape=SHAPE, patience=PATIENCE)

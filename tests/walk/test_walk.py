@@ -32,7 +32,10 @@ def walked(name: str, config: WalkConfig, capsys: pytest.CaptureFixture[str]) ->
     return result
 
 
-@pytest.mark.parametrize("name", CI)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n.endswith("_faults") else n for n in CI],
+)
 def test_walk(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     result = walked(name, CI[name], capsys)
     assert result.found is None, str(result.found)
