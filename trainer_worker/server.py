@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prestage.operation.addresses import check_free
 from prestage.operation.folders import FolderLock, check_writable_folder
 from prestage.protocol import Lifecycle
 from prestage.trace import DeviceRecord, TraceWriter
 from prestage.trainer.v1 import trainer_pb2 as pb
-from prestage.wire.channel import bind, is_local, make_server, status_address
+from prestage.wire.channel import bind, check_address, is_local, make_server, status_address
 from prestage.wire.limits import WireLimits
 from prestage.wire.shm_plane import SharedMemoryUnavailable, WorkerSlots
 from prestage.wire.store import MicroBatchStore
@@ -84,6 +85,8 @@ class WorkerServer:
                     f"{flag} {address} can be reached from other hosts: use unix:///path or a"
                     " loopback address, or say --insecure"
                 )
+            check_address(flag, address)
+            check_free(flag, address)
         self._config = config
         self._clock = clock or RealClock()
         self._given_watcher = watcher

@@ -18,6 +18,7 @@ from orchestrator.operation.control import RunControl
 from orchestrator.steps import StepRecord
 from prestage.admin.v1 import admin_pb2 as pb
 from prestage.admin.v1 import admin_pb2_grpc as pb_grpc
+from prestage.operation.addresses import check_free
 from prestage.protocol import Reason
 from prestage.wire.channel import bind, make_server
 from prestage.wire.errors import abort_with
@@ -137,6 +138,7 @@ class AdminServer:
         flag: str = "--health_listen",
     ) -> None:
         """Binds at once. Raises `AddressError`."""
+        check_free(flag, address)
         self._server = make_server(THREADS, name="admin")
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

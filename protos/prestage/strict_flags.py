@@ -12,6 +12,8 @@ from typing import Final
 
 from absl import flags
 
+flags.disclaim_key_flags()  # A flag that is defined through here belongs to the module that defines it.
+
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 _FALSE: Final = frozenset({"0", "false", "off", "no"})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from prestage.wire.channel import AddressError
+from prestage.wire.channel import AddressError, unix_path
 
 
 def split_host_port(flag: str, address: str) -> tuple[str, int]:
@@ -38,6 +38,15 @@ def listen_tcp(flag: str, host: str, port: int, *, backlog: int = 64) -> socket.
             ) from error
         stack.pop_all()
     return listener
+
+
+def check_free(flag: str, address: str) -> None:
+    """Raises `AddressError` when a TCP address cannot be listened on; leaves unix sockets to gRPC.
+
+    gRPC would say so, too, but in lines of its own before the error.
+    """
+    if unix_path(address) is None:
+        listen_tcp(flag, *split_host_port(flag, address)).close()
 
 
 def port_of(listener: socket.socket) -> int:
