@@ -7,8 +7,6 @@ handshake are ended by gRPC.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from concurrent import futures
 from typing import Final
 
 import grpc
@@ -19,7 +17,7 @@ from orchestrator.ingest.limits import IngestLimits
 from orchestrator.ingest.ports import RolloutLog
 from orchestrator.ingest.streams import Streams
 from orchestrator.ingest.watching import Watchers
-from prestage.wire.channel import SERVER_OPTIONS, bind
+from prestage.wire.channel import ServerGuard, bind, make_server
 
 log = logging.getLogger("prestage.ingest")
 
@@ -41,8 +39,7 @@ class IngestServer:
         listen: str,
         board: PolicyBoard | None = None,
         limits: IngestLimits | None = None,
-        credentials: grpc.ServerCredentials | None = None,
-        interceptors: Sequence[grpc.ServerInterceptor] = (),
+        guard: ServerGuard | None = None,
     ) -> None:
         """Binds `listen` (unix:///path or host:port). Raises `AddressError`."""
         limits = limits or IngestLimits()
@@ -63,12 +60,12 @@ class IngestServer:
             counters=self._counters,
         )
         threads = limits.max_producers + limits.max_unopened + limits.max_watchers + _SPARE_THREADS
-        self._server = grpc.server(
-            futures.ThreadPoolExecutor(max_workers=threads, thread_name_prefix="ingest"),
-            options=_options(limits),
-            interceptors=list(interceptors),
-            # What has no thread is refused, not queued.
-            maximum_concurrent_rpcs=threads,
+        self._server = make_server(
+            threads,
+            name="ingest",
+            guard=guard,
+            max_calls=threads,  # What has no thread is refused, not queued.
+            changes=_options(limits),
         )
         # Bytes in and out: messages are bounded and scanned before they are parsed.
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -78,7 +75,7 @@ class IngestServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, handlers),)
         )
-        self.port = bind(self._server, "--listen", listen, credentials)
+        self.port = bind(self._server, "--listen", listen, guard=guard)
         self._listen = listen
 
     def start(self) -> None:
@@ -103,11 +100,9 @@ class IngestServer:
         self._streams.settle()
 
 
-def _options(limits: IngestLimits) -> list[tuple[str, int]]:
-    changed = {
+def _options(limits: IngestLimits) -> dict[str, int]:
+    return {
         "grpc.max_receive_message_length": limits.max_message_bytes + _MESSAGE_SLACK,
         "grpc.max_concurrent_streams": _STREAMS_PER_CONNECTION,
         "grpc.server_handshake_timeout_ms": _HANDSHAKE_MS,
     }
-    kept = [option for option in SERVER_OPTIONS if option[0] not in changed]
-    return [*kept, *changed.items()]

@@ -13,10 +13,10 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 
@@ -24,6 +24,13 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 KEEPALIVE_MS: Final = 60_000
 PING_TIMEOUT_MS: Final = 20_000
 SERVER_MIN_PING_MS: Final = 30_000
+
+MAX_STREAMS_PER_CONNECTION: Final = 128
+MAX_CONNECTIONS: Final = 1024
+"""Of one server; more are closed at once, so that files stay for everything else."""
+HANDSHAKE_MS: Final = 10_000
+"""A connection that has not finished its handshake by then is closed."""
+MAX_METADATA_BYTES: Final = 16 << 10
 
 Option = tuple[str, int]
 
@@ -43,6 +50,11 @@ CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
     *_COMMON,
     ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", SERVER_MIN_PING_MS),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -99,23 +111,58 @@ def status_address(address: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.Channel:
-    """A channel without retries. Plain text unless credentials are given."""
+class ServerGuard(Protocol):
+    """What protects a server: `security.Guard`."""
+
+    def interceptors(self) -> Sequence[grpc.ServerInterceptor]: ...
+
+    def credentials(self, address: str) -> grpc.ServerCredentials | None: ...
+
+
+def _changed(options: tuple[Option, ...], changes: Mapping[str, int]) -> list[Option]:
+    kept = [option for option in options if option[0] not in changes]
+    return [*kept, *changes.items()]
+
+
+def open_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    *,
+    server_name: str = "",
+    changes: Mapping[str, int] | None = None,
+) -> grpc.Channel:
+    """A channel without retries. Plain text unless credentials are given.
+
+    `server_name`: what the server's certificate must name, where that is not the address's host.
+    `changes`: options that this one has otherwise.
+    """
+    options = _changed(CLIENT_OPTIONS, changes or {})
     if credentials is None:
-        return grpc.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+        return grpc.insecure_channel(address, options=options)
+    named = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+    return grpc.secure_channel(address, credentials, options=[*options, *named])
 
 
 def make_server(
-    threads: int, *, name: str, interceptors: Sequence[grpc.ServerInterceptor] = ()
+    threads: int,
+    *,
+    name: str,
+    interceptors: Sequence[grpc.ServerInterceptor] = (),
+    guard: ServerGuard | None = None,
+    max_calls: int | None = None,
+    changes: Mapping[str, int] | None = None,
 ) -> grpc.Server:
-    """A server with a pool of its own."""
+    """A server with a pool of its own. The guard decides before the other interceptors.
+
+    `max_calls`: running and queued ones; more are refused (default: four per thread). `changes`:
+    options that this one has otherwise.
+    """
     pool = futures.ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
     return grpc.server(
         pool,
-        options=SERVER_OPTIONS,
-        interceptors=list(interceptors),
-        maximum_concurrent_rpcs=threads * 4,
+        options=_changed(SERVER_OPTIONS, changes or {}),
+        interceptors=[*(guard.interceptors() if guard is not None else ()), *interceptors],
+        maximum_concurrent_rpcs=threads * 4 if max_calls is None else max_calls,
     )
 
 
@@ -124,12 +171,17 @@ def bind(
     flag: str,
     address: str,
     credentials: grpc.ServerCredentials | None = None,
+    *,
+    guard: ServerGuard | None = None,
 ) -> int:
     """Bind one address, alone. Returns the port (0 for a unix socket). Raises `AddressError`.
 
-    A unix socket gets mode 0600. A socket file that nobody answers on is removed first.
+    A unix socket gets mode 0600. A socket file that nobody answers on is removed first. `guard`:
+    gives the credentials for this address.
     """
     check_address(flag, address)
+    if guard is not None:
+        credentials = guard.credentials(address)
     path = unix_path(address)
     if path is not None:
         _clear_stale(flag, path)

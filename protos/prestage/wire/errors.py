@@ -82,6 +82,8 @@ _SPECIAL: Final[Mapping[Reason, grpc.StatusCode]] = MappingProxyType(
         Reason.INVALID_BATCH: grpc.StatusCode.INVALID_ARGUMENT,
         Reason.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
         Reason.ENGINE_FAILED: grpc.StatusCode.ABORTED,
+        Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+        Reason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
     }
 )
 CODE_OF_REASON: Final[Mapping[Reason, grpc.StatusCode]] = MappingProxyType(
