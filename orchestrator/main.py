@@ -51,7 +51,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.feeder import SourceError
     from orchestrator.flags import config_from_flags
     from orchestrator.live import LiveIntake
-    from orchestrator.operation.control import RunStopped
+    from orchestrator.operation.board import RunBudgets
     from orchestrator.operation.flags import operation_from_flags
     from orchestrator.operation.operation import Operation
     from orchestrator.recorded import recorded_source
@@ -71,7 +71,10 @@ def _train(argv: Sequence[str]) -> int:
     try:
         config = config_from_flags(os.environ)
         operation = Operation(
-            operation_from_flags(trace_dir=config.trace_dir, result_file=config.result_file)
+            operation_from_flags(trace_dir=config.trace_dir, result_file=config.result_file),
+            budgets=RunBudgets.beyond(
+                trainer_wait_s=config.trainer_wait_s, data_wait_s=config.data_wait_s
+            ),
         )
         hear_signals(operation.ending.begin)
         with operation:
@@ -79,7 +82,7 @@ def _train(argv: Sequence[str]) -> int:
                 intake = None if config.live is None else LiveIntake(config.live)
                 make_source = recorded_source if intake is None else intake.open
                 result = application.run(config, make_source, operation, intake)
-            except (RunStopped, RunFailed, ValueError, WorkerUnreachable, SourceError) as error:
+            except Exception as error:  # Whatever a run that is being stopped ends with.
                 if not operation.stopped(error):
                     raise
                 return operation.ending.exit_code

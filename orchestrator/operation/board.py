@@ -57,6 +57,14 @@ class RunBudgets:
     data_s: float = 3660.0
     finish_s: float = 3600.0  # The last checkpoint, the digest.
 
+    @staticmethod
+    def beyond(*, trainer_wait_s: float, data_wait_s: float) -> RunBudgets:
+        """Beyond the waits that this run was told."""
+        usual = RunBudgets()
+        return RunBudgets(
+            start_s=max(usual.start_s, trainer_wait_s + 300.0), data_s=data_wait_s + 60.0
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallSpan:

@@ -10,13 +10,15 @@ import pytest
 
 from orchestrator.calls import Done, Event, Lost, Note, NoteKind, Ready, Refused, Send
 from orchestrator.feeder import FeederCounters
-from orchestrator.operation.board import CALLS_KEPT, STEPS_KEPT, RunBoard, RunState
+from orchestrator.operation.board import CALLS_KEPT, STEPS_KEPT, RunBoard, RunBudgets, RunState
 from orchestrator.operation.control import ControlledFeeder, RunControl, RunStopped, WaitBoard
 from orchestrator.operation.ending import Ending
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, StepSummary
+from orchestrator.runner import Patience
 from orchestrator.steps import StepRecord
+from orchestrator.trainer_client import Deadlines
 from prestage.operation.heartbeat import Heartbeat
 from prestage.protocol import Call, Reason
 from prestage.trace import TraceRecord
@@ -179,6 +181,15 @@ def test_r15_asking_a_stuck_worker_again_and_again_is_no_progress() -> None:
         rig.answered(ask, Answer(event=Done()))
         rig.board.calling(again)
     assert "while TRAINING fwd_bwd step=3 index=0 resend" in rig.pass_s(60)
+
+
+def test_the_watchdog_lets_every_wait_that_was_asked_for_come_to_its_end() -> None:
+    budgets = RunBudgets.beyond(trainer_wait_s=7200.0, data_wait_s=86400.0)
+    assert budgets.start_s > 7200 and budgets.data_s > 86400
+    deadlines = Deadlines()
+    assert budgets.call_s > max(deadlines.train_s, deadlines.read_s) + Patience().unreachable_s
+    assert budgets.compile_s > deadlines.compile_s and budgets.save_s > deadlines.save_s
+    assert budgets.finish_s > deadlines.save_s
 
 
 def test_r16_a_compile_of_two_hours_is_no_alarm() -> None:
