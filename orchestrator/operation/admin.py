@@ -20,7 +20,7 @@ from prestage.admin.v1 import admin_pb2 as pb
 from prestage.admin.v1 import admin_pb2_grpc as pb_grpc
 from prestage.operation.addresses import check_free
 from prestage.protocol import Reason
-from prestage.wire.channel import bind, make_server
+from prestage.wire.channel import ServerGuard, bind, make_server
 from prestage.wire.errors import abort_with
 
 SERVICE: Final = "prestage.admin.v1.OrchestratorAdmin"
@@ -135,11 +135,12 @@ class AdminServer:
         view: Callable[[], RunView],
         control: RunControl,
         stop: Callable[[str], None],
+        guard: ServerGuard | None = None,
         flag: str = "--health_listen",
     ) -> None:
-        """Binds at once. Raises `AddressError`."""
+        """Binds at once. `guard`: certificates and tokens. Raises `AddressError`."""
         check_free(flag, address)
-        self._server = make_server(THREADS, name="admin")
+        self._server = make_server(THREADS, name="admin", guard=guard)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         pb_grpc.add_OrchestratorAdminServicer_to_server(_Admin(view, control, stop), self._server)
@@ -149,7 +150,7 @@ class AdminServer:
             self._server,
         )
         self.set_serving(False)
-        self.port = bind(self._server, flag, address)
+        self.port = bind(self._server, flag, address, guard=guard)
 
     def start(self) -> None:
         self._server.start()

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -15,8 +16,9 @@ from google.protobuf import json_format
 
 from prestage.admin.v1 import admin_pb2 as pb
 from prestage.admin.v1 import admin_pb2_grpc as pb_grpc
-from prestage.wire.channel import AddressError, check_address, open_channel
+from prestage.wire.channel import AddressError, check_address
 from prestage.wire.errors import Unknown, classify
+from prestage.wire.security import Role, Security, SecurityConfig, SecurityError
 
 _CALL_SECONDS: Final = 10.0
 _LOOK_S: Final = 0.2
@@ -99,6 +101,11 @@ def _parser(command: str) -> argparse.ArgumentParser:
         metavar="ADDRESS",
         help="the orchestrator's --health_listen: unix:///path or host:port",
     )
+    parser.add_argument("--tls_dir", metavar="DIR", help="certificates, as the orchestrator's")
+    parser.add_argument("--token_dir", metavar="DIR", help="tokens, as the orchestrator's")
+    parser.add_argument(
+        "--server_name", default="", metavar="NAME", help="the name in the server's certificate"
+    )
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     if command in ("pause", "stop"):
         parser.add_argument(
@@ -109,6 +116,17 @@ def _parser(command: str) -> argparse.ArgumentParser:
             help="wait until it is paused (or gone); exit status 1 when it is not by then",
         )
     return parser
+
+
+def _channel(command: str, options: argparse.Namespace) -> grpc.Channel:
+    """Raises `AddressError`, `SecurityError`."""
+    check_address("--admin", options.admin)
+    tls = Path(options.tls_dir) if options.tls_dir else None
+    tokens = Path(options.token_dir) if options.token_dir else None
+    config = SecurityConfig(tls_dir=tls, token_dir=tokens, server_name=options.server_name)
+    looks = command == "status" and tokens is not None and (tokens / Role.READ.value).is_file()
+    role = Role.READ if looks else Role.DRIVE
+    return Security(config).open_channel("--admin", options.admin, role)
 
 
 def _ask(command: str, stub: pb_grpc.OrchestratorAdminStub) -> pb.RunStatus:
@@ -132,11 +150,11 @@ def run(command: str, arguments: Sequence[str]) -> int:
     options = _parser(command).parse_args(list(arguments))
     wait_s = float(options.wait_s) if command in ("pause", "stop") else 0.0
     try:
-        check_address("--admin", options.admin)
-    except AddressError as error:
+        channel = _channel(command, options)
+    except (AddressError, SecurityError) as error:
         print(f"orchestrator {command}: {error}", file=sys.stderr)  # noqa: T201
         return 2
-    with open_channel(options.admin) as channel:
+    with channel:
         stub = pb_grpc.OrchestratorAdminStub(channel)
         try:
             status = _ask(command, stub)

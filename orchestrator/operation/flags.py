@@ -14,7 +14,7 @@ from prestage.wire.channel import AddressError, check_address, is_local
 HEALTH_LISTEN = flags.DEFINE_string(
     "health_listen",
     "",
-    "Admin port: health, status, pause, resume, stop; unix:///path or loopback; empty: none.",
+    "Admin port: health, status, pause, resume, stop; unix:///path or host:port; empty: none.",
 )
 STATUS_LISTEN = flags.DEFINE_string(
     "status_listen", "", "host:port of the status page, loopback only; empty: none."
@@ -37,12 +37,11 @@ def operation_from_flags(*, trace_dir: Path | None, result_file: Path | None) ->
     admin, status = HEALTH_LISTEN.value or "", STATUS_LISTEN.value or ""
     if admin:
         check_address("--health_listen", admin)
-    for flag, address in (("--health_listen", admin), ("--status_listen", status)):
-        if address and not is_local(address):
-            raise AddressError(
-                f"{flag} is {address!r}, which other hosts can reach: use a loopback address"
-                + (" or unix:///path" if flag == "--health_listen" else "")
-            )
+    if status and not is_local(status):
+        raise AddressError(
+            f"--status_listen is {status!r}, which other hosts can reach: use a loopback address,"
+            " and a tunnel to look at it from elsewhere"
+        )
     return OperationConfig(
         process=process_config(),
         health_listen=admin,

@@ -22,6 +22,7 @@ from prestage.operation.folders import check_writable_file, check_writable_folde
 from prestage.operation.heartbeat import Heartbeat, end_process
 from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
+from prestage.wire.security import OnRefused, Security
 
 log = logging.getLogger("prestage.orchestrator")
 
@@ -30,10 +31,17 @@ class Operation:
     """One process's operation. A context manager: entering binds every address, leaving lets go."""
 
     def __init__(
-        self, config: OperationConfig | None = None, *, budgets: RunBudgets | None = None
+        self,
+        config: OperationConfig | None = None,
+        *,
+        budgets: RunBudgets | None = None,
+        security: Security | None = None,
+        on_refused: OnRefused = lambda service, method, reason: None,
     ) -> None:
-        """None: nothing is served; for runs inside another program."""
+        """`config`: None serves nothing; for runs inside another program. `security`: None = plain."""
         self._config = config or OperationConfig()
+        self._security = security or Security()
+        self._on_refused = on_refused
         self.control = RunControl()
         self.board = RunBoard(self.control, budgets=budgets)
         self.clock = ControlledClock(self.control)
@@ -77,11 +85,13 @@ class Operation:
                 page = PageServer("--status_listen", config.status, status_pages(self.board.view))
                 self._closing.append(page.stop)
             if config.health_listen:
+                self._security.check_listen("--health_listen", config.health_listen)
                 self.admin = AdminServer(
                     config.health_listen,
                     view=self.board.view,
                     control=self.control,
                     stop=self.ending.begin,
+                    guard=self._security.guard(self._on_refused),
                 )
                 self.admin.start()
                 self.admin.set_serving(True)

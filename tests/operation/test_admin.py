@@ -33,6 +33,7 @@ from prestage.admin.v1 import admin_pb2_grpc as pb_grpc
 from prestage.protocol import Reason
 from prestage.wire.channel import open_channel
 from prestage.wire.errors import Refusal, classify
+from prestage.wire.security import Security, SecurityConfig
 from tests.operation.process import (
     flags,
     goes_on,
@@ -43,6 +44,7 @@ from tests.operation.process import (
     wait_until,
     worker,
 )
+from tests.security.authority import token_folder
 from tests.support.rig import address_of, served, socket_folder
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -52,13 +54,17 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 class Served:
     """An admin port over a board that no run writes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, security: Security | None = None) -> None:
         self.control = RunControl()
         self.board = RunBoard(self.control)
         self.stops: list[str] = []
         self.address = f"unix://{folder}/a.sock"
         self.server = AdminServer(
-            self.address, view=self.board.view, control=self.control, stop=self._stop
+            self.address,
+            view=self.board.view,
+            control=self.control,
+            stop=self._stop,
+            guard=(security or Security()).guard(),
         )
         self.server.start()
         self.server.set_serving(True)
@@ -229,6 +235,29 @@ def test_the_command_line_reads_well(admin: Served, capsys: pytest.CaptureFixtur
     assert "stopping    stop asked by unix" in capsys.readouterr().out
     assert cli.pause([at]) == 1
     assert "DRAINING" in capsys.readouterr().err
+
+
+def test_with_tokens_a_reader_may_look_and_only_a_driver_may_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token_folder(tmp_path / "all")
+    token_folder(tmp_path / "reader", ("read",))
+    shutil.copy(tmp_path / "all" / "read", tmp_path / "reader" / "read")
+    security = Security(SecurityConfig(token_dir=tmp_path / "all"))
+    with socket_folder() as folder:
+        admin = Served(folder, security)
+        at = f"--admin={admin.address}"
+        assert cli.status([at]) == 1, "no token"
+        assert "UNAUTHENTICATED" in capsys.readouterr().err
+        reader, driver = f"--token_dir={tmp_path / 'reader'}", f"--token_dir={tmp_path / 'all'}"
+        assert cli.status([at, reader]) == 0
+        assert cli.stop([at, reader]) == 2
+        assert "drive" in capsys.readouterr().err
+        assert not admin.stops
+        assert cli.status([at, driver]) == 0
+        assert cli.stop([at, driver]) == 0
+        assert len(admin.stops) == 1
+        admin.server.stop(0).wait()
 
 
 def test_nobody_there_and_a_bad_address_say_so(capsys: pytest.CaptureFixture[str]) -> None:
