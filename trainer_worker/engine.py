@@ -7,7 +7,7 @@ thread, except those that say otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prestage.microbatch import MicroBatch, MicroBatchId
+from prestage.wire.layout import ShardRange
 
 
 class EngineError(Exception):
@@ -293,6 +294,44 @@ class WeightExportEngine(Protocol):
     def release_weight_sync(self, version: int) -> None: ...
 
 
+class ShardedInputs(Protocol):
+    """The face of an engine that is one of several processes, each with a part of every input.
+
+    Where a `TrainingEngine` method takes a micro-batch, `check` and `input_bytes` take the whole one
+    and are asked of process 0 only; input itself comes through here, as this process's own part.
+    """
+
+    @property
+    def process_id(self) -> int: ...
+
+    def input_shards(self, spec: CompileSpec) -> tuple[ShardRange, ...]:
+        """Which rows and tokens each process holds, by process; several may hold the same.
+
+        Raises `InvalidBatch` for a shape that cannot be split over the processes.
+        """
+        ...
+
+    def denominator(self, batch: MicroBatch) -> float:
+        """What the whole micro-batch adds to the step's denominator."""
+        ...
+
+    def prepare_shard(self, shard: MicroBatch, denominator: float) -> PreparedInput:
+        """`prepare_fwd_bwd_input` of this process's part. Waits for no other process."""
+        ...
+
+    def compute_logprobs_shard(self, shard: MicroBatch) -> ScoreResult:
+        """Of the whole micro-batch, `[rows, tokens]`, on every process."""
+        ...
+
+    def evaluate_shard(self, shard: MicroBatch) -> Mapping[str, float]:
+        """Of the whole micro-batch, on every process."""
+        ...
+
+
+def _never_lost() -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
     """One engine with its optional faces; `None` means it lacks that face."""
@@ -301,3 +340,5 @@ class EngineParts:
     scoring: ScoringEngine | None = None
     checkpoint: CheckpointEngine | None = None
     weights: WeightExportEngine | None = None
+    shards: ShardedInputs | None = None  # Of one process among several.
+    lost: Callable[[], str] = _never_lost  # Why nothing can go on, for good. Any thread.

@@ -12,7 +12,7 @@ from typing import Final
 
 from absl import app, flags
 
-from prestage.operation.flags import process_config
+from prestage.operation.flags import ProcessConfig, process_config
 from prestage.operation.folders import FolderError
 from prestage.operation.heartbeat import Heartbeat, end_process
 from prestage.operation.help import own_help
@@ -24,6 +24,11 @@ from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.registry import ENGINES, create_engine
 from trainer_worker.epoch_file import StateFolderError
+from trainer_worker.hosts.errors import HostLost
+from trainer_worker.hosts.flags import engine_settings, host_budgets, settings_from_flags
+from trainer_worker.hosts.main import follow
+from trainer_worker.hosts.run import Leader, end_lost
+from trainer_worker.hosts.settings import HostSettings
 from trainer_worker.liveness import Budgets
 from trainer_worker.server import InsecureAddress, ServerConfig, WorkerServer
 
@@ -34,13 +39,15 @@ HELP: Final = """trainer_worker: one trainer behind the step protocol.
     trainer_worker --listen=unix:///run/worker.sock --state_dir=DIR --checkpoint_dir=DIR
 
 Ends in order on SIGTERM. Exit status: 0 ended as asked, 1 a call was left unfinished, 2 a flag or an
-address cannot be used, 70 the watchdog ended it. See docs/operations.md.
+address cannot be used, 70 the watchdog ended it, 71 a host of several was lost. See
+docs/operations.md and, for several hosts, docs/multi-host.md.
 """
 OWN_FLAGS: Final = (
     "__main__",
     "trainer_worker.main",
     "trainer_worker.engines.registry",
     "trainer_worker.engines.jax_flags",
+    "trainer_worker.hosts.flags",
     "prestage.operation.flags",
 )
 STOP_MARGIN_S: Final = 3.0
@@ -77,6 +84,31 @@ _SHARED = define_strict_bool(
 )
 
 
+def _budgets() -> Budgets:
+    return Budgets(compile_s=_COMPILE.value, stall_s=_STALL.value)
+
+
+def _follow(hosts: HostSettings, process: ProcessConfig) -> int:
+    """One of several processes, and not the one that serves."""
+    return follow(
+        hosts,
+        process,
+        shared=engine_settings(_ENGINE.value),
+        budgets=host_budgets(_budgets()),
+        store_bytes=_STORE.value,
+        create=lambda where: create_engine(_ENGINE.value, where),
+    )
+
+
+def _leader(hosts: HostSettings, server: WorkerServer) -> Leader:
+    return Leader(
+        hosts,
+        engine_settings(_ENGINE.value),
+        incarnation=server.incarnation,
+        budgets=host_budgets(_budgets()),
+    )
+
+
 def _config(grace_s: float) -> ServerConfig:
     if not _LISTEN.value:
         raise AddressError("--listen is not set: give unix:///path or host:port")
@@ -90,7 +122,7 @@ def _config(grace_s: float) -> ServerConfig:
         weight_sync_memory_bytes=_SYNC.value,
         insecure=bool(_INSECURE.value),
         grace_s=grace_s,
-        budgets=Budgets(compile_s=_COMPILE.value, stall_s=_STALL.value),
+        budgets=_budgets(),
         shared_memory=bool(_SHARED.value),
     )
 
@@ -107,6 +139,9 @@ def main(argv: Sequence[str]) -> int:
     operated = _Operated()
     try:
         process = process_config()
+        hosts = settings_from_flags(insecure=bool(_INSECURE.value))
+        if hosts is not None and not hosts.leads:
+            return _follow(hosts, process)
         config = _config(process.grace_s)
 
         def on_signal(name: str) -> None:
@@ -132,10 +167,15 @@ def main(argv: Sequence[str]) -> int:
         if process.metrics is not None:
             pages = {"/metrics": metrics_page(server.metrics.registry)}
             operated.pages = PageServer(process.metrics_flag, process.metrics, pages)
+        if hosts is not None:
+            operated.leader = _leader(hosts, server)
         server.start()
         heartbeat.start()
         loading.set()
-        parts = create_engine(_ENGINE.value)
+        if operated.leader is None:
+            parts = create_engine(_ENGINE.value)
+        else:
+            parts = operated.leader.load(lambda where: create_engine(_ENGINE.value, where))
         loading.clear()
         server.serve(parts)
     except (
@@ -151,6 +191,9 @@ def main(argv: Sequence[str]) -> int:
         operated.stop()
         print(f"trainer_worker: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except HostLost as error:
+        end_lost(str(error))
+        raise
     log.info(
         "trainer_worker ready: engine %s on %s, status on %s, incarnation %s",
         _ENGINE.value,
@@ -169,6 +212,7 @@ class _Operated:
 
     def __init__(self) -> None:
         self.server: WorkerServer | None = None
+        self.leader: Leader | None = None
         self.heartbeat: Heartbeat | None = None
         self.probes: Probes | None = None
         self.pages: PageServer | None = None
@@ -177,6 +221,8 @@ class _Operated:
         return 0 if self.probes is None else self.probes.restarts
 
     def stop(self) -> None:
+        if self.leader is not None:
+            self.leader.stop()
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.probes is not None:

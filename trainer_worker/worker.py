@@ -374,7 +374,15 @@ class Worker:
         session = self._session
         for failure in self._watcher.failures():
             session = _with_late_failure(session, failure)
-        return session
+        return self._with_loss(session)
+
+    def _with_loss(self, session: SessionState[CallResult]) -> SessionState[CallResult]:
+        """An engine that is gone for good fails whatever is open; only a restart helps."""
+        lost = self._parts.lost()
+        if not lost or (session.step.phase is Phase.FAILED and session.step.parameters_suspect):
+            return session
+        poisoned = sessions.poisoned(session, lost)
+        return replace(poisoned, step=replace(poisoned.step, parameters_suspect=True))
 
     def _take_late_failures(self) -> None:
         failures = self._watcher.failures()
@@ -384,7 +392,8 @@ class Worker:
             self.counters.late_failures += 1
             self.counters.engine_failures += 1
             session = _with_late_failure(session, failure)
-        if failures:
+        session = self._with_loss(session)
+        if failures or session is not self._session:
             self._staged = None
             self._become(session)
             self._watcher.take(failures)  # After: whoever asks in between must hear of them too.

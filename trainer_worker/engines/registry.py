@@ -12,10 +12,14 @@ from trainer_worker.clock import RealClock
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.jax_flags import create_from_flags
+from trainer_worker.engines.processes import Processes
 
-ENGINES: Final = ("jax", "timed")
+ENGINES: Final = ("jax", "maxtext", "timed")
 
 
+_FACTORY = flags.DEFINE_string(
+    "trainer_factory", "", "maxtext: package.module:function that returns a TrainerSetup."
+)
 _CHECKPOINTS = flags.DEFINE_string("checkpoint_dir", "", "Folder for checkpoints; empty: none.")
 _INFLIGHT = flags.DEFINE_integer(
     "max_inflight", 2, "Micro-batches dispatched at a time.", lower_bound=1
@@ -43,8 +47,9 @@ _TIMED_STAGES = define_strict_bool("timed_can_stage", True, "timed: whether it c
 _TIMED_DEFERS = define_strict_bool("timed_can_defer", True, "timed: whether it can defer.")
 
 
-def _timed() -> EngineParts:
+def _timed(processes: Processes | None) -> EngineParts:
     from trainer_worker.engines.timed import TimedConfig, create_timed
+    from trainer_worker.engines.timed_hosts import create_timed_host
 
     try:
         config = TimedConfig(
@@ -64,13 +69,20 @@ def _timed() -> EngineParts:
     except ValueError as error:
         raise EngineConfigError(f"engine timed: {error}") from error
     folder = Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None
+    if processes is not None:
+        return create_timed_host(config, RealClock(), processes, folder)
     return create_timed(config, RealClock(), folder)
 
 
-def create_engine(name: str) -> EngineParts:
-    """Build an engine from its flags. Raises `EngineConfigError`."""
+def create_engine(name: str, processes: Processes | None = None) -> EngineParts:
+    """Build an engine from its flags. Raises `EngineConfigError`.
+
+    `processes`: this process's place among several; its engine then has a `shards` face.
+    """
     if name == "timed":
-        return _timed()
+        return _timed(processes)
+    if processes is not None:
+        raise EngineConfigError(f"engine {name} cannot be one of several processes")
     return create_from_flags(
         max_inflight=_INFLIGHT.value,
         checkpoint_dir=Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None,

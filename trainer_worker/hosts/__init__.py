@@ -1,0 +1,1 @@
+"""One trainer on several hosts: process 0 leads and serves, the others execute what it executes."""
