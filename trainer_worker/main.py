@@ -21,6 +21,8 @@ from prestage.operation.probes import Probes
 from prestage.operation.signals import hear_signals
 from prestage.strict_flags import define_seconds, define_strict_bool
 from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
+from prestage.wire.security import SecurityError
+from prestage.wire.security_flags import security_config
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.registry import ENGINES, create_engine
 from trainer_worker.epoch_file import StateFolderError
@@ -49,6 +51,7 @@ OWN_FLAGS: Final = (
     "trainer_worker.engines.jax_flags",
     "trainer_worker.hosts.flags",
     "prestage.operation.flags",
+    "prestage.wire.security_flags",
 )
 STOP_MARGIN_S: Final = 3.0
 """For what follows the drain: open handlers, sockets, files."""
@@ -112,6 +115,7 @@ def _leader(hosts: HostSettings, server: WorkerServer) -> Leader:
 def _config(grace_s: float) -> ServerConfig:
     if not _LISTEN.value:
         raise AddressError("--listen is not set: give unix:///path or host:port")
+    security = security_config(insecure=bool(_INSECURE.value))
     return ServerConfig(
         listen=_LISTEN.value,
         health_listen=_HEALTH.value or "",
@@ -120,7 +124,10 @@ def _config(grace_s: float) -> ServerConfig:
         store_memory_bytes=_STORE.value,
         staging_memory_bytes=_STAGING.value,
         weight_sync_memory_bytes=_SYNC.value,
-        insecure=bool(_INSECURE.value),
+        insecure=security.insecure,
+        tls_dir=security.tls_dir,
+        token_dir=security.token_dir,
+        tls_server_name=security.server_name,
         grace_s=grace_s,
         budgets=_budgets(),
         shared_memory=bool(_SHARED.value),
@@ -181,6 +188,7 @@ def main(argv: Sequence[str]) -> int:
     except (
         AddressError,
         InsecureAddress,
+        SecurityError,
         FolderError,
         StateFolderError,
         EngineConfigError,

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from prestage.operation.security_metrics import SecurityMetrics
 from prestage.protocol import Lifecycle, Phase, Reason
 from prestage.state_proto import lifecycle_from_proto, phase_from_proto
 from prestage.trace import DeviceRecord
@@ -109,6 +110,7 @@ class WorkerMetrics(Collector):
         for plane in ("shared-memory", "stream"):
             self._puts.labels(plane)
         self.registry.register(self)
+        self.security = SecurityMetrics("prestage_worker", self.registry)
 
     def watch_liveness(self, heartbeat: Liveness, probe_restarts: Callable[[], int]) -> None:
         """Where progress age, its allowance and the probe process's restarts are read."""

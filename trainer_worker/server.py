@@ -10,18 +10,19 @@ from pathlib import Path
 
 from prestage.operation.addresses import check_free
 from prestage.operation.folders import FolderLock, check_writable_folder
-from prestage.protocol import Lifecycle
+from prestage.protocol import Lifecycle, Reason
 from prestage.trace import DeviceRecord, TraceWriter
 from prestage.trainer.v1 import trainer_pb2 as pb
-from prestage.wire.channel import bind, check_address, is_local, make_server, status_address
+from prestage.wire.channel import AddressError, bind, check_address, make_server, status_address
 from prestage.wire.limits import WireLimits
+from prestage.wire.security import Security, SecurityConfig
 from prestage.wire.shm_plane import SharedMemoryUnavailable, WorkerSlots
 from prestage.wire.store import MicroBatchStore
 from trainer_worker.clock import Clock, RealClock
 from trainer_worker.device_thread import DeviceThread
 from trainer_worker.engine import EngineParts
 from trainer_worker.epoch_file import EpochFile
-from trainer_worker.front import FrontDoor, observed
+from trainer_worker.front import FrontDoor, call_name, observed
 from trainer_worker.liveness import Budgets, Doing, WorkerProgress
 from trainer_worker.metrics import WorkerFacts, WorkerMetrics
 from trainer_worker.service import ServiceConfig, StorePort, TrainerService, handlers_of
@@ -50,6 +51,9 @@ class ServerConfig:
     staging_memory_bytes: int = 1 << 30
     weight_sync_memory_bytes: int = 8 << 30
     insecure: bool = False
+    tls_dir: Path | None = None  # None: plain text.
+    token_dir: Path | None = None  # None: no tokens.
+    tls_server_name: str = ""
     shared_memory: bool = True  # Offer the shared-memory plane to callers on this host.
     grace_s: float = 30.0
     budgets: Budgets = field(default_factory=Budgets)
@@ -76,16 +80,24 @@ class WorkerServer:
     ) -> None:
         """Binds both ports; serves `parts` if given, else once `serve` brings them.
 
-        Raises `AddressError`, `InsecureAddress`, `FolderError`, `StateFolderError`.
+        Raises `AddressError`, `InsecureAddress`, `SecurityError`, `FolderError`,
+        `StateFolderError`.
         """
         health_listen = config.health_listen or status_address(config.listen)
+        self.security = Security(
+            SecurityConfig(
+                tls_dir=config.tls_dir,
+                token_dir=config.token_dir,
+                server_name=config.tls_server_name,
+                insecure=config.insecure,
+            )
+        )
         for flag, address in (("--listen", config.listen), ("--health_listen", health_listen)):
-            if not is_local(address) and not config.insecure:
-                raise InsecureAddress(
-                    f"{flag} {address} can be reached from other hosts: use unix:///path or a"
-                    " loopback address, or say --insecure"
-                )
             check_address(flag, address)
+            try:
+                self.security.check_listen(flag, address)
+            except AddressError as error:
+                raise InsecureAddress(str(error)) from error
             check_free(flag, address)
         self._config = config
         self._clock = clock or RealClock()
@@ -97,10 +109,11 @@ class WorkerServer:
         self._trace: TraceWriter | None = None
         self._slots: WorkerSlots | None = None
         self._front = FrontDoor(self.incarnation)
-        self._server = make_server(RPC_THREADS, name="rpc")
+        self.guard = self.security.guard(self._on_refused)
+        self._server = make_server(RPC_THREADS, name="rpc", guard=self.guard)
         self._server.add_generic_rpc_handlers((self._front,))
-        self.port = bind(self._server, "--listen", config.listen)
-        self.status = StatusServer(self.state, health_listen)
+        self.port = bind(self._server, "--listen", config.listen, guard=self.guard)
+        self.status = StatusServer(self.state, health_listen, guard=self.guard)
         # After the addresses: a second worker must not touch the first one's folders.
         self._lock: FolderLock | None = None
         if config.state_dir is not None:
@@ -116,6 +129,7 @@ class WorkerServer:
             store=self._store.stats,
             staging_budget_bytes=config.staging_memory_bytes,
         )
+        self.metrics.security.watch(self.security.tls, self.guard.connections)
         if parts is not None:
             self.serve(parts)
 
@@ -189,6 +203,10 @@ class WorkerServer:
             in_flight=worker.watcher.in_flight(),
             staged_bytes=worker.snapshot().staged_bytes,
         )
+
+    def _on_refused(self, service: str, method: str, reason: Reason) -> None:
+        del service
+        self.metrics.on_call(call_name(method), reason.value, reason.value, 0.0)
 
     def _on_save(self, durable: bool, seconds: float) -> None:
         self.status.set_checkpoints(durable)

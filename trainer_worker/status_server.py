@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from prestage.protocol import Reason
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
-from prestage.wire.channel import bind, make_server
+from prestage.wire.channel import ServerGuard, bind, make_server
 from prestage.wire.errors import abort_with
 from trainer_worker.front import SERVICE
 
@@ -41,9 +41,15 @@ class _Status(pb_grpc.TrainerStatusServicer):
 class StatusServer:
     """Serves grpc.health.v1, TrainerStatus and reflection."""
 
-    def __init__(self, state: Callable[[], pb.WorkerState], address: str) -> None:
+    def __init__(
+        self,
+        state: Callable[[], pb.WorkerState],
+        address: str,
+        *,
+        guard: ServerGuard | None = None,
+    ) -> None:
         """Not serving until told otherwise. Raises `AddressError`."""
-        self._server = make_server(4, name="status")
+        self._server = make_server(4, name="status", guard=guard)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         pb_grpc.add_TrainerStatusServicer_to_server(_Status(state), self._server)
@@ -58,7 +64,7 @@ class StatusServer:
         )
         self.set_serving(False)
         self.set_checkpoints(True)
-        self.port = bind(self._server, "--health_listen", address)
+        self.port = bind(self._server, "--health_listen", address, guard=guard)
 
     def start(self) -> None:
         self._server.start()

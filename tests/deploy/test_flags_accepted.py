@@ -28,8 +28,6 @@ PENDING = {
     "trainer_worker": {
         "ragged_buffer_factor",
         "retry_when_tokens_dropped",
-        "tls_dir",
-        "token_dir",
     },
 }
 TABLES = {"orchestrator": ORCHESTRATOR, "trainer_worker": WORKER}
