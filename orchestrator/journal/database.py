@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from orchestrator.groups import Verdict
-from orchestrator.journal.errors import JournalDamaged, JournalError, JournalMismatch
+from orchestrator.journal.errors import (
+    JournalBusy,
+    JournalDamaged,
+    JournalError,
+    JournalMismatch,
+)
 from orchestrator.journal.order import Event, Kind
 from orchestrator.journal.payload import Record
 from orchestrator.journal.segments import Probe, no_probe
@@ -96,7 +101,9 @@ class Database:
         self._path = path
         self._probe = probe
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=1.0
+            )
         except sqlite3.Error as error:
             raise JournalError(f"{path} cannot be opened: {error}") from error
         try:
@@ -104,6 +111,10 @@ class Database:
             self._check(fingerprint)
         except sqlite3.DatabaseError as error:
             self._connection.close()
+            if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise JournalBusy(
+                    f"{path} is open in another program (an SQLite shell?): close it there"
+                ) from error
             if no_space(error):
                 raise JournalError(f"{path}: the disk is full: make room, then start again") from (
                     error

@@ -194,12 +194,15 @@ class DurableLog:
         self._database = Database(path, config.fingerprint, probe)
         try:
             sync_folder(folder)
-            opened = self._replay()
-            self._producers = self._database.producers()
-            self._micro_batches = self._database.micro_batches()
+            self._take_over(self._replay())
         except BaseException:
             self._database.close()
             raise
+
+    def _take_over(self, opened: _Opened) -> None:
+        """Go on from what the journal holds. Raises `JournalDamaged`."""
+        self._producers = self._database.producers()
+        self._micro_batches = self._database.micro_batches()
         self._order = opened.order
         self._next_seq = opened.next_seq
         # Shared with readers, under the condition.
@@ -301,6 +304,11 @@ class DurableLog:
             self._check_open()
             return self._producers.get(producer, 0)
 
+    def producers(self) -> frozenset[str]:
+        """Names of every producer that has something durable."""
+        with self._changed:
+            return frozenset(self._producers)
+
     def append(
         self,
         producer: str,
@@ -377,10 +385,6 @@ class DurableLog:
                     item.future.cancel()
                     return item.future
                 self._wait_for_room(size)
-            item.future.set_running_or_notify_cancel()  # From here on it will be durable.
-            self._queued[item.producer] = item.offset + 1
-            self._on_the_way[item.producer, item.offset] = item
-            self._pending_bytes += item.pending_bytes
             if size and not self._within_budget(size):
                 self.counters.over_budget_trajectories += 1
                 self.counters.over_budget_bytes += size
@@ -391,6 +395,10 @@ class DurableLog:
                         " frees what it covers), or raise the budget",
                         self._config.budget_bytes,
                     )
+            item.future.set_running_or_notify_cancel()  # From here on it will be durable.
+            self._queued[item.producer] = item.offset + 1
+            self._on_the_way[item.producer, item.offset] = item
+            self._pending_bytes += item.pending_bytes
             self._queue.append(item)
             self._changed.notify_all()
         return item.future
@@ -679,6 +687,7 @@ class DurableLog:
                     self._config.folder,
                 )
             self._stalled = why
+            self._changed.notify_all()
             if self._abandoned:
                 return False
             self._changed.wait(pause_s)

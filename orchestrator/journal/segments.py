@@ -56,6 +56,7 @@ class Segments:
         self.total_bytes = sum(self.sizes.values())
         self._number = max(self.sizes, default=-1) + 1
         self._file = -1
+        self._entered = False  # The folder's entry of the file is durable.
         self._staged: list[memoryview] = []
         self._staged_bytes = 0
         self._position = 0
@@ -82,8 +83,7 @@ class Segments:
         """Make what is staged durable. Raises `OSError`; `rollback` then undoes it."""
         if not self._staged:
             return
-        new = self._file < 0
-        if new:
+        if self._file < 0:
             self._probe("payload.create")
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
             self._file = os.open(self.path(self._number), flags, 0o600)
@@ -91,9 +91,10 @@ class Segments:
         _write_all(self._file, self._staged, self._position)
         self._probe("payload.sync")
         os.fdatasync(self._file)
-        if new:
+        if not self._entered:
             self._probe("folder.sync")
             sync_folder(self._folder)
+            self._entered = True
 
     def commit(self) -> None:
         """What was flushed counts now."""
@@ -114,6 +115,7 @@ class Segments:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+            self._entered = False
             self._number += 1
             self._position = 0
 

@@ -97,9 +97,20 @@ class Live:
         ]
         return [future.result(timeout=20) for future in futures]
 
-    def group(self, name: str, *, size: int = 2, producer: str = "p", **change: object) -> Receipt:
+    def group(
+        self,
+        name: str,
+        *,
+        size: int = 2,
+        producer: str = "p",
+        one_by_one: bool = False,
+        **change: object,
+    ) -> Receipt:
         """One whole group; the receipt of its last member."""
-        return self.send(producer, [rollout(name, i, **change) for i in range(size)])[-1]
+        members = [rollout(name, index, **change) for index in range(size)]
+        if one_by_one:
+            return [self.send(producer, [member])[0] for member in members][-1]
+        return self.send(producer, members)[-1]
 
     def digests(self, step: int) -> list[str]:
         feed = self.source.open_step(step)
