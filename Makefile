@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 MODEL  ?= tiny
 OUT    ?= out
 
-.PHONY: run test test-fast lint types bench chaos walk protos clean
+.PHONY: run test test-fast lint types bench chaos walk soak protos clean
 
 $(VENV)/.run-ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,6 +49,10 @@ protos: $(VENV)/.dev-ready
 # Every order of faults within a bound: what CI walks, and deeper (about an hour).
 walk: $(VENV)/.dev-ready
 	$(BIN)/python -m tests.walk --deep
+
+# Memory of a worker over 100,000 calls and of an orchestrator over 10,000 steps (two minutes).
+soak: $(VENV)/.dev-ready
+	PRESTAGE_SOAK_CALLS=100000 $(BIN)/python -m pytest -q -s tests/operation/test_soak.py
 
 bench: $(VENV)/.dev-ready
 	$(BIN)/orchestrator bench all --out=$(OUT)/bench
