@@ -74,8 +74,6 @@ def _parsed(program: Program) -> subprocess.CompletedProcess[str]:
     missing = PENDING[name] - accepted(name)
     unknown = {f"--{prefix}{flag}" for flag in missing for prefix in ("", "no")}
     known = [word for word in words if word.partition("=")[0] not in unknown]
-    if "--engine=maxtext" in known:  # An adapter's name: not every build has it.
-        known.remove("--engine=maxtext")
     command = [sys.executable, "-m", PROGRAMS[name], *known, "--only_check_args"]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 

@@ -1,0 +1,1 @@
+"""Drives a MaxText or Tunix trainer that the user builds: the worker's engine `maxtext`."""
