@@ -51,6 +51,7 @@ WORKER: Final = MappingProxyType(
         "health_listen": "health_listen",
         "probe_listen": "probe_listen",
         "engine": "engine",
+        "trainer_factory": "trainer_factory",
         "preset": "preset",
         "state_dir": "state_dir",
         "checkpoint_dir": "checkpoint_dir",

@@ -304,6 +304,14 @@ _ALL: Final = (
         default="jax",
         meaning="Trainer engine.",
     ),
+    Key(
+        name="trainer_factory",
+        section=_WORKER,
+        kind=Kind.TEXT,
+        default="",
+        only_maxtext=True,
+        meaning="package.module:function that builds the trainer; needed there.",
+    ),
     _key(_WORKER, "preset", Kind.TEXT, "", "Model preset of engine jax; empty: the engine's."),
     Key(
         name="max_inflight",

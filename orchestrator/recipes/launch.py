@@ -168,7 +168,7 @@ def worker_program(s: Settings, site: Site) -> Program:
         _flag(WORKER, "state_dir", f"{site.state_dir}/worker"),
         _flag(WORKER, "engine", s.text("engine")),
     ]
-    for name in ("preset", "checkpoint_dir"):
+    for name in ("trainer_factory", "preset", "checkpoint_dir"):
         if s.text(name):
             flags.append(_flag(WORKER, name, s.text(name)))
     names = ("max_inflight", "staging_memory_bytes", "store_memory_bytes", "old_logprobs")

@@ -281,11 +281,16 @@ def _check_trainer(s: Settings) -> None:
     if s.text("engine") != "maxtext":
         for name, key in KEYS.items():
             explicit = s.origins[name] in (Origin.CALLER, Origin.RECIPE)
-            if key.only_maxtext and explicit and s.values[name] not in (False, ()):
+            if key.only_maxtext and explicit and s.values[name] not in (False, (), ""):
                 raise RecipeError(
                     f"{name} is set, but engine {s.text('engine')} does not know it: use engine:"
                     f" maxtext, or remove {name}"
                 )
+    elif not s.text("trainer_factory"):
+        raise RecipeError(
+            "trainer_factory is not set, but engine is maxtext: name the function that builds your"
+            " trainer, package.module:function"
+        )
     if s.text("preset") and s.text("engine") != "jax":
         raise RecipeError(f"preset is set, but engine is {s.text('engine')}: presets are jax's")
     if s.text("accelerator") != "tpu":

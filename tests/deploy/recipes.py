@@ -26,6 +26,7 @@ SMALLEST: Mapping[str, str] = {
 TPU: Mapping[str, str] = {
     **SMALLEST,
     "engine": "maxtext",
+    "trainer_factory": "team.trainer:make",
     "accelerator": "tpu",
     "tpu_topology": "2x2x1",
 }
