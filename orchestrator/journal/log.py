@@ -883,9 +883,11 @@ class DurableLog:
                 for key, digest in self._micro_batches.items()
                 if key[0] >= point.durable_step
             }
+        self._sweep()
+        with self._changed:
             if self._retention is point:
                 self._retention = None
-        self._sweep()
+            self._changed.notify_all()
 
     def _sweep(self) -> None:
         """Delete payload files that no row needs any more."""
