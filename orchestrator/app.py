@@ -30,9 +30,9 @@ from orchestrator.runner import Patience, RunFailed, Runner
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
-from prestage.wire.channel import open_channel
 from prestage.wire.layout import Layout
 from prestage.wire.planes import SendBuffer
+from prestage.wire.security import Role
 
 log = logging.getLogger("prestage.orchestrator")
 
@@ -117,12 +117,13 @@ def run(
     """Train one run. `operation`: what watches and ends it; None: nothing does. `intake`: what
     feeds the source; None: it needs nobody.
 
-    Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`, `RunStopped`.
+    Raises `ConfigError`, `WorkerUnreachable`, `RunFailed`, `SourceError`, `RunStopped`,
+    `AddressError`, `SecurityError`.
     """
     operation = operation or Operation()
     for note in config.notes:
         log.warning("%s", note)
-    channel = open_channel(config.trainer)
+    channel = operation.security.open_channel("--trainer", config.trainer, Role.DRIVE)
     operation.ending.on_cut(channel.close)
     operation.board.begin(config.run_id, config.trainer)
     try:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
 import grpc
 
 from orchestrator.flags import ConfigError, Staging
 from orchestrator.trainer_client import RunShape, TrainerClient
+from prestage.protocol import Reason
 from prestage.trainer.v1 import trainer_pb2 as pb
-from prestage.wire.errors import Unknown, classify
+from prestage.wire.errors import Refusal, Unknown, classify
 from prestage.wire.layout import buffer_bytes_of
 
 log = logging.getLogger("prestage.orchestrator")
+
+
+_NOT_LET_IN: Final = frozenset({Reason.UNAUTHENTICATED, Reason.PERMISSION_DENIED})
 
 
 class WorkerUnreachable(Exception):
@@ -29,7 +34,7 @@ def reach(
     sleep: Callable[[float], None] = time.sleep,
     now: Callable[[], float] = time.monotonic,
 ) -> pb.GetCapabilitiesResponse:
-    """Wait until the worker answers. Raises `WorkerUnreachable`."""
+    """Wait until the worker answers. Raises `WorkerUnreachable`, `ConfigError` (a wrong token)."""
     started_s = now()
     said = False
     while True:
@@ -37,6 +42,12 @@ def reach(
             return client.capabilities()
         except grpc.RpcError as error:
             outcome = classify(error)
+            if isinstance(outcome, Refusal) and outcome.reason in _NOT_LET_IN:
+                raise ConfigError(
+                    f"the worker at {address} does not let this orchestrator in"
+                    f" ({outcome.reason.value}): {outcome.message}; give --token_dir with the"
+                    " worker's token of the role drive"
+                ) from error
             waited_s = now() - started_s
             if waited_s >= wait_s:
                 code = outcome.code.name
@@ -47,7 +58,9 @@ def reach(
                 ) from error
             if not said:
                 said = True
-                kind = "starting" if not isinstance(outcome, Unknown) else "not there yet"
+                kind = "starting"
+                if isinstance(outcome, Unknown):
+                    kind = f"not there yet: {outcome}"
                 log.info("waiting for the worker at %s (%s)", address, kind)
             sleep(min(0.5, wait_s))
 

@@ -29,6 +29,7 @@ from orchestrator.trainer_client import RunShape
 from orchestrator.trajectory import RolloutError, TrajectoryLimits
 from prestage.protocol import Call
 from prestage.trace import TraceRecord
+from prestage.wire.channel import ServerGuard
 from prestage.wire.layout import Layout
 from prestage.wire.planes import SendBuffer
 
@@ -38,8 +39,10 @@ log = logging.getLogger("prestage.orchestrator")
 class LiveIntake:
     """The rollouts of one live run. `open` is its `SourceFactory`."""
 
-    def __init__(self, flags: LiveFlags) -> None:
+    def __init__(self, flags: LiveFlags, guard: ServerGuard | None = None) -> None:
+        """`guard`: certificates and tokens of the service; None = none."""
         self._flags = flags
+        self._guard = guard
         self._run: LiveRun | None = None
         self._server: IngestServer | None = None
         self._sync_every = 0
@@ -65,6 +68,7 @@ class LiveIntake:
             listen=self._flags.listen,
             board=self.board,
             limits=IngestLimits(max_producers=self._flags.max_producers),
+            guard=self._guard,
         )
         self._server.start()
         return run.source, RunShape(

@@ -42,6 +42,7 @@ OWN_FLAGS: Final = (
     "orchestrator.ingest.flags",
     "orchestrator.operation.flags",
     "prestage.operation.flags",
+    "prestage.wire.security_flags",
 )
 
 
@@ -50,6 +51,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.bringup import WorkerUnreachable
     from orchestrator.feeder import SourceError
     from orchestrator.flags import config_from_flags
+    from orchestrator.ingest.flags import INSECURE
     from orchestrator.live import LiveIntake
     from orchestrator.operation.board import RunBudgets
     from orchestrator.operation.flags import operation_from_flags
@@ -58,6 +60,8 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.runner import RunFailed
     from prestage.operation.signals import hear_signals
     from prestage.wire.channel import forbid_fork, tune_allocator
+    from prestage.wire.security import Security
+    from prestage.wire.security_flags import security_config
 
     if len(argv) > 1:
         known = ", ".join(COMMANDS)
@@ -70,16 +74,18 @@ def _train(argv: Sequence[str]) -> int:
     forbid_fork()
     try:
         config = config_from_flags(os.environ)
+        security = Security(security_config(insecure=bool(INSECURE.value)))
         operation = Operation(
             operation_from_flags(trace_dir=config.trace_dir, result_file=config.result_file),
             budgets=RunBudgets.beyond(
                 trainer_wait_s=config.trainer_wait_s, data_wait_s=config.data_wait_s
             ),
+            security=security,
         )
         hear_signals(operation.ending.begin)
         with operation:
             try:
-                intake = None if config.live is None else LiveIntake(config.live)
+                intake = None if config.live is None else LiveIntake(config.live, operation.guard())
                 make_source = recorded_source if intake is None else intake.open
                 result = application.run(config, make_source, operation, intake)
             except Exception as error:  # Whatever a run that is being stopped ends with.

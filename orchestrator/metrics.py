@@ -18,6 +18,7 @@ from orchestrator.calls import Lost, Note, NoteKind, Refused
 from orchestrator.feeder import FeederCounters
 from orchestrator.ports import Answer
 from orchestrator.steps import StepBook, StepRecord
+from prestage.operation.security_metrics import SecurityMetrics
 from prestage.protocol import Phase
 from prestage.trace import TraceRecord
 
@@ -116,6 +117,13 @@ class OrchestratorMetrics:
             registry=r,
         )
         self._allowance.set(math.inf)
+        self._refusals = Counter(
+            "prestage_refusals",
+            "Requests that the orchestrator's own services refused, by service and reason.",
+            ("service", "reason"),
+            registry=r,
+        )
+        self.security = SecurityMetrics("prestage", r)
         self._liveness = _Read()
         r.register(self._liveness)
         self._dropped_seen: dict[str, int] = {}
@@ -134,6 +142,10 @@ class OrchestratorMetrics:
         self._age.set_function(age_s)
         self._allowance.set_function(allowance_s)
         self._liveness.probe_restarts = probe_restarts
+
+    def refused(self, service: str, reason: str) -> None:
+        """A service of the orchestrator refused a request. Its full name, or the last part."""
+        self._refusals.labels(service.rpartition(".")[2], reason).inc()
 
     # -- Observer ---------------------------------------------------------------------------------
 

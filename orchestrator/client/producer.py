@@ -35,6 +35,7 @@ from prestage.rollout.refusals import RETRIED, RolloutReason, RolloutRefusal, cl
 from prestage.rollout.v1 import rollout_pb2 as pb
 from prestage.rollout.v1.rollout_pb2_grpc import RolloutIngestStub
 from prestage.wire.channel import check_address, open_channel
+from prestage.wire.security import Role, Security
 
 log = logging.getLogger("prestage.client")
 
@@ -78,11 +79,17 @@ class RolloutProducer:
         run_id: str,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
+        security: Security | None = None,
         max_pending: int = 512,
         max_pending_bytes: int = 256 << 20,
         unreachable_s: float = 600.0,
     ) -> None:
-        """Begins to connect; raises `AddressError`. Refusals show in `submit` and in futures."""
+        """Begins to connect. Refusals show in `submit` and in futures.
+
+        `security`: certificate and token of the role submit, followed as their files change;
+        `credentials` and `metadata` are for those who have their own. Raises `AddressError`,
+        `SecurityError`.
+        """
         check_address("address", address)
         if max_pending < 1 or max_pending_bytes < 1:
             raise ValueError(
@@ -96,7 +103,10 @@ class RolloutProducer:
         self._max_pending = max_pending
         self._max_pending_bytes = max_pending_bytes
         self._unreachable_s = unreachable_s
-        self._channel = open_channel(address, credentials)
+        if security is None:
+            self._channel = open_channel(address, credentials)
+        else:
+            self._channel = security.open_channel("address", address, Role.SUBMIT)
         self._stub = RolloutIngestStub(self._channel)
         self._cond = threading.Condition()
         self._entries: deque[_Entry] = deque()  # Oldest first.

@@ -8,7 +8,9 @@ from pathlib import Path
 from absl import flags
 
 from prestage.strict_flags import define_seconds, define_strict_bool
-from prestage.wire.channel import AddressError, check_address, is_local
+from prestage.wire.channel import check_address
+from prestage.wire.security import check_reachable
+from prestage.wire.security_flags import TLS_DIR
 
 LISTEN = flags.DEFINE_string(
     "listen",
@@ -49,7 +51,7 @@ MAX_PRODUCERS = flags.DEFINE_integer(
     "max_producers", 64, "Producers that may be connected at a time.", lower_bound=1
 )
 INSECURE = define_strict_bool(
-    "insecure", False, "Take rollouts in plain text at an address that other hosts can reach."
+    "insecure", False, "Use plain text with addresses beyond this host, for rollouts and trainer."
 )
 
 
@@ -83,11 +85,9 @@ def live_from_flags() -> LiveFlags | None:
             " journal, give it a folder on a local disk"
         )
     check_address("--listen", listen)
-    if not is_local(listen) and not INSECURE.value:
-        raise AddressError(
-            f"--listen is {listen!r}, which other hosts can reach: use unix:///path or a loopback"
-            " address, or say --insecure"
-        )
+    check_reachable(
+        "--listen", listen, protected=bool(TLS_DIR.value), insecure=bool(INSECURE.value)
+    )
     staleness = MAX_STALENESS.value
     return LiveFlags(
         listen=listen,

@@ -22,7 +22,7 @@ from prestage.operation.folders import check_writable_file, check_writable_folde
 from prestage.operation.heartbeat import Heartbeat, end_process
 from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
-from prestage.wire.security import OnRefused, Security
+from prestage.wire.security import Guard, Security
 
 log = logging.getLogger("prestage.orchestrator")
 
@@ -36,12 +36,11 @@ class Operation:
         *,
         budgets: RunBudgets | None = None,
         security: Security | None = None,
-        on_refused: OnRefused = lambda service, method, reason: None,
     ) -> None:
         """`config`: None serves nothing; for runs inside another program. `security`: None = plain."""
         self._config = config or OperationConfig()
-        self._security = security or Security()
-        self._on_refused = on_refused
+        self.security = security or Security()
+        self._guards: list[Guard] = []
         self.control = RunControl()
         self.board = RunBoard(self.control, budgets=budgets)
         self.clock = ControlledClock(self.control)
@@ -67,6 +66,16 @@ class Operation:
     def feeder(self, feeder: FeederPort) -> ControlledFeeder:
         return ControlledFeeder(feeder, self.control, self.board)
 
+    def guard(self) -> Guard:
+        """For one of the process's servers; what it refuses is counted."""
+        guard = self.security.guard(
+            lambda service, method, reason: self.metrics.refused(service, reason.value)
+        )
+        self._guards.append(guard)
+        connections = (item.connections for item in self._guards)
+        self.metrics.security.watch(self.security.tls, *connections)
+        return guard
+
     # -- for the process --------------------------------------------------------------------------
 
     def __enter__(self) -> Operation:
@@ -85,13 +94,13 @@ class Operation:
                 page = PageServer("--status_listen", config.status, status_pages(self.board.view))
                 self._closing.append(page.stop)
             if config.health_listen:
-                self._security.check_listen("--health_listen", config.health_listen)
+                self.security.check_listen("--health_listen", config.health_listen)
                 self.admin = AdminServer(
                     config.health_listen,
                     view=self.board.view,
                     control=self.control,
                     stop=self.ending.begin,
-                    guard=self._security.guard(self._on_refused),
+                    guard=self.guard(),
                 )
                 self.admin.start()
                 self.admin.set_serving(True)

@@ -21,6 +21,8 @@ class RolloutReason(enum.Enum):
     OPEN_MISSING = "OPEN_MISSING"  # Something came before `open`, or `open` came twice.
     WRONG_RUN = "WRONG_RUN"
     OFFSET_GAP = "OFFSET_GAP"  # OUT_OF_RANGE
+    UNAUTHENTICATED = "UNAUTHENTICATED"  # UNAUTHENTICATED: no token, or not one of the service's.
+    PERMISSION_DENIED = "PERMISSION_DENIED"  # PERMISSION_DENIED: another role's token.
     # Another stream of this producer took over.
     SUPERSEDED = "SUPERSEDED"  # ABORTED
     # Come again: at once, or after a pause.
@@ -38,6 +40,8 @@ _SPECIAL: Final[Mapping[RolloutReason, grpc.StatusCode]] = MappingProxyType(
     {
         RolloutReason.INVALID_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
         RolloutReason.OFFSET_GAP: grpc.StatusCode.OUT_OF_RANGE,
+        RolloutReason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+        RolloutReason.PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
         RolloutReason.SUPERSEDED: grpc.StatusCode.ABORTED,
         RolloutReason.LOG_FAILED: grpc.StatusCode.ABORTED,
     }

@@ -86,7 +86,7 @@ def _table() -> Mapping[str, frozenset[Role]]:
     services: dict[str, dict[str, frozenset[Role]]] = {
         "prestage.trainer.v1.TrainerWorker": trainer,
         "prestage.trainer.v1.TrainerStatus": {"GetState": _LOOK},
-        "prestage.hosts.v1.HostRelay": {"Join": _DRIVE, "FetchShard": _DRIVE},
+        "prestage.hosts.v1.Hosts": {"Join": _DRIVE, "FetchShard": _DRIVE},
         "prestage.rollout.v1.RolloutIngest": {
             "SubmitTrajectories": frozenset({Role.SUBMIT}),
             "WatchPolicy": frozenset({Role.SUBMIT, Role.READ}),
@@ -384,7 +384,11 @@ class Security:
         `flag`: what gave the address. Raises `AddressError` for a plain-text one that leaves this
         host, `SecurityError` when the role has no token.
         """
-        self.check_listen(flag, address)
+        if self.tls is None and not self._config.insecure and not is_local(address):
+            raise AddressError(
+                f"{flag} is {address!r}, on another host: give --tls_dir (and --token_dir), or say"
+                " --insecure to reach it in plain text"
+            )
         tls = self.tls if unix_path(address) is None else None
         tokens = self.tokens
         if tokens is not None:
