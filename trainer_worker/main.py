@@ -99,6 +99,7 @@ def _follow(hosts: HostSettings, process: ProcessConfig) -> int:
         shared=engine_settings(_ENGINE.value),
         budgets=host_budgets(_budgets()),
         store_bytes=_STORE.value,
+        security=security_config(insecure=bool(_INSECURE.value)),
         create=lambda where: create_engine(_ENGINE.value, where),
     )
 
@@ -109,6 +110,7 @@ def _leader(hosts: HostSettings, server: WorkerServer) -> Leader:
         engine_settings(_ENGINE.value),
         incarnation=server.incarnation,
         budgets=host_budgets(_budgets()),
+        guard=server.guard,
     )
 
 

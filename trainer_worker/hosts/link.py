@@ -12,14 +12,14 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent import futures
 from typing import Final
 
 import grpc
 
 from prestage.hosts.v1 import hosts_pb2 as pb
-from prestage.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, AddressError, Option, bind
+from prestage.wire.channel import AddressError, ServerGuard, bind, make_server
 from prestage.wire.errors import classify
+from prestage.wire.security import Role, Security
 from trainer_worker.hosts.errors import HostLost, JoinRefused, OutOfStep
 from trainer_worker.hosts.group import HostGroup
 from trainer_worker.hosts.shards import Offers
@@ -34,6 +34,7 @@ BEAT_S: Final = 1.0
 SERVICE: Final = "prestage.hosts.v1.Hosts"
 _FETCHES_EACH: Final = 4
 
+# Pings that fit a group that must notice a death.
 _LINK: Final[Mapping[str, int]] = {
     "grpc.keepalive_time_ms": PING_S * 1000,
     "grpc.keepalive_timeout_ms": PING_TIMEOUT_S * 1000,
@@ -41,12 +42,6 @@ _LINK: Final[Mapping[str, int]] = {
     "grpc.http2.min_ping_interval_without_data_ms": 1000,
     "grpc.http2.max_ping_strikes": 0,
 }
-
-
-def _options(common: tuple[Option, ...]) -> tuple[Option, ...]:
-    """The usual ones, with pings that fit a group that must notice a death."""
-    return tuple({**dict(common), **_LINK}.items())
-
 
 Answer = Iterator[bytes]
 
@@ -59,14 +54,13 @@ class LeaderServer:
         group: HostGroup,
         offers: Offers,
         address: str,
-        credentials: grpc.ServerCredentials | None = None,
+        guard: ServerGuard | None = None,
     ) -> None:
-        """Binds at once. Raises `AddressError`."""
+        """Binds at once. `guard`: certificates and tokens; None = none. Raises `AddressError`."""
         self._group = group
         self._offers = offers
         threads = (group.size - 1) * (1 + _FETCHES_EACH) + 2
-        pool = futures.ThreadPoolExecutor(threads, thread_name_prefix="hosts-rpc")
-        self._server = grpc.server(pool, options=_options(SERVER_OPTIONS))
+        self._server = make_server(threads, name="hosts-rpc", guard=guard, changes=_LINK)
         join = grpc.stream_stream_rpc_method_handler(
             self._join,
             request_deserializer=pb.Report.FromString,
@@ -85,7 +79,7 @@ class LeaderServer:
                 grpc.method_handlers_generic_handler(SERVICE, {"FetchShard": fetch}),
             )
         )
-        self.port = bind(self._server, "--hosts_address", address, credentials)
+        self.port = bind(self._server, "--hosts_address", address, guard=guard)
         self._stopped = threading.Event()
         self._clock = threading.Thread(target=self._look, name="hosts-clock", daemon=True)
 
@@ -156,12 +150,9 @@ class LeaderServer:
 class FollowerLink:
     """A follower's connection. Commands come out of it, reports go in; any thread may report."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
-        options = _options(CLIENT_OPTIONS)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options=options)
+    def __init__(self, address: str, security: Security) -> None:
+        """Raises `AddressError`, `SecurityError`."""
+        self._channel = security.open_channel("--hosts_address", address, Role.DRIVE, changes=_LINK)
         self._address = address
         self._reports: queue.SimpleQueue[pb.Report | None] = queue.SimpleQueue()
         self._join = self._channel.stream_stream(

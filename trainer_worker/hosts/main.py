@@ -14,6 +14,7 @@ from prestage.operation.heartbeat import Heartbeat, end_process
 from prestage.operation.probes import Probes
 from prestage.operation.signals import hear_signals
 from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
+from prestage.wire.security import Security, SecurityConfig, SecurityError
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.hosts.errors import JoinRefused
 from trainer_worker.hosts.group import HostBudgets
@@ -30,6 +31,7 @@ def follow(
     shared: Mapping[str, str],
     budgets: HostBudgets,
     store_bytes: int,
+    security: SecurityConfig,
     create: Create,
 ) -> int:
     """A follower's whole life; returns its exit status. On the main thread.
@@ -61,10 +63,15 @@ def follow(
         progress.on_progress = heartbeat.beat
         heartbeat.start()
         follower = FollowerProcess(
-            settings, shared, budgets=budgets, store_bytes=store_bytes, progress=progress
+            settings,
+            shared,
+            budgets=budgets,
+            store_bytes=store_bytes,
+            progress=progress,
+            security=Security(security),
         )
         follower.run(create)
-    except (AddressError, EngineConfigError, JoinRefused) as error:
+    except (AddressError, SecurityError, EngineConfigError, JoinRefused) as error:
         print(f"trainer_worker: {error}", file=sys.stderr)  # noqa: T201
         return 2
     finally:

@@ -18,6 +18,8 @@ from typing import Final
 
 from prestage.hosts.v1 import hosts_pb2 as pb
 from prestage.operation.heartbeat import SILENCE_S, Progress
+from prestage.wire.channel import ServerGuard
+from prestage.wire.security import Security
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.processes import Processes
 from trainer_worker.hosts.engine import hosts_parts
@@ -74,6 +76,7 @@ class Leader:
         *,
         incarnation: str,
         budgets: HostBudgets,
+        guard: ServerGuard | None = None,
         end: Callable[[str], None] = end_lost,
         linger_s: float = LINGER_S,
     ) -> None:
@@ -90,7 +93,7 @@ class Leader:
             budgets=budgets,
             on_lost=self._lost,
         )
-        self._server = LeaderServer(self.group, self._offers, settings.listen)
+        self._server = LeaderServer(self.group, self._offers, settings.listen, guard)
 
     def load(self, create: Create) -> EngineParts:
         """Wait for all to join, load everybody's engine at once. Raises `HostLost`."""
@@ -158,6 +161,7 @@ class FollowerProcess:
         budgets: HostBudgets,
         store_bytes: int,
         progress: FollowerProgress,
+        security: Security | None = None,
         end: Callable[[str], None] = end_lost,
     ) -> None:
         """`store_bytes`: limit of the parts of micro-batches that it keeps."""
@@ -167,7 +171,7 @@ class FollowerProcess:
         self._store_bytes = store_bytes
         self._progress = progress
         self._end = end
-        self._link = FollowerLink(settings.dial)
+        self._link = FollowerLink(settings.dial, security or Security())
         self._inbox: queue.SimpleQueue[pb.Command] = queue.SimpleQueue()
         self._started = threading.Event()
         self._follower: Follower | None = None

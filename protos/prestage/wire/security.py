@@ -378,10 +378,12 @@ class Security:
         """For one server. `on_refused` hears of each refused call; it must not wait."""
         return Guard(self.tls, self.tokens, on_refused=on_refused)
 
-    def open_channel(self, flag: str, address: str, role: Role) -> grpc.Channel:
+    def open_channel(
+        self, flag: str, address: str, role: Role, *, changes: Mapping[str, int] | None = None
+    ) -> grpc.Channel:
         """A channel that shows the certificate and sends the role's token.
 
-        `flag`: what gave the address. Raises `AddressError` for a plain-text one that leaves this
+        `flag`: what gave the address. `changes`: as `channel.open_channel` takes them. Raises `AddressError` for a plain-text one that leaves this
         host, `SecurityError` when the role has no token.
         """
         if self.tls is None and not self._config.insecure and not is_local(address):
@@ -394,14 +396,14 @@ class Security:
         if tokens is not None:
             tokens.sent_by(role)  # Before the first call, so that a missing file fails the start.
         if tls is None and tokens is None:
-            return open_channel(address)
+            return open_channel(address, changes=changes)
 
         def open_now() -> tuple[int, grpc.Channel]:
             if tls is None:
-                return 0, open_channel(address)
+                return 0, open_channel(address, changes=changes)
             generation, credentials = tls.channel_credentials()
             return generation, open_channel(
-                address, credentials, server_name=self._config.server_name
+                address, credentials, server_name=self._config.server_name, changes=changes
             )
 
         def metadata() -> tuple[tuple[str, str | bytes], ...]:
