@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -19,10 +20,10 @@ from orchestrator.ports import Answer, StepSummary
 from orchestrator.runner import Patience
 from orchestrator.steps import StepRecord
 from orchestrator.trainer_client import Deadlines
-from prestage.operation.heartbeat import Heartbeat
+from prestage.operation.heartbeat import STUCK_EXIT_CODE, Heartbeat
 from prestage.protocol import Call, Reason
 from prestage.trace import TraceRecord
-from tests.operation.process import wait_until
+from tests.operation.process import running, wait_until
 from tests.operation.runs import run_operated
 from tests.support.rig import address_of, served
 
@@ -309,3 +310,39 @@ def test_a_paused_run_trains_to_the_same_end_and_sends_no_new_step_meanwhile() -
             assert (server.state().step, server.state().micro_step) == (step, 0)
         operation.control.resume()
         assert run.result(timeout=60) == plain
+
+
+_STUCK_RUN = """
+import threading
+from orchestrator.operation.board import RunBudgets
+from orchestrator.operation.operation import Operation
+from orchestrator.plan import RunPlan
+from orchestrator.runner import Runner
+from tests.operation.soak_steps import Feeder, Trainer
+
+class Stuck(Trainer):
+    def call(self, send, *, data_cursor):
+        if send.step == 2:
+            threading.Event().wait()
+        return super().call(send, data_cursor=data_cursor)
+
+with Operation(budgets=RunBudgets(call_s=1.0)) as operation:
+    Runner(
+        run_id="stuck",
+        plan=RunPlan(num_steps=4),
+        trainer=Stuck(),
+        feeder=operation.feeder(Feeder()),
+        clock=operation.clock,
+        observers=(operation.metrics, operation.board),
+        before_send=operation.before_send,
+    ).run()
+"""
+
+
+def test_r15_a_run_that_is_stuck_in_a_call_ends_with_the_reason_and_its_stack(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path / "log", "-c", _STUCK_RUN) as process:
+        assert process.wait(60) == STUCK_EXIT_CODE
+        assert "while TRAINING fwd_bwd step=2 index=0 (allowance 1.0 s)" in process.output
+        assert "in _send" in process.output, "where the run's own thread is stuck"

@@ -60,6 +60,13 @@ class PageServer:
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Cache-Control", "no-store")
                 self.send_header("X-Content-Type-Options", "nosniff")
+                # A page loads nothing from elsewhere and cannot be framed.
+                self.send_header(
+                    "Content-Security-Policy",
+                    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+                    " connect-src 'self'; base-uri 'none'; form-action 'none';"
+                    " frame-ancestors 'none'",
+                )
                 self.end_headers()
                 self.wfile.write(body)
 
