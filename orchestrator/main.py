@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "simulate": "orchestrator.bench.simulate",
     "status": "orchestrator.operation.cli:status",
     "stop": "orchestrator.operation.cli:stop",
+    "submit": "orchestrator.client.submit",
 }
 
 
@@ -31,7 +32,7 @@ HELP: Final = """orchestrator: trains a run on a worker; its tools are subcomman
     orchestrator --trainer=unix:///run/worker.sock --rollouts=FILE --num_steps=N
     orchestrator --trainer=unix:///run/worker.sock --listen=unix:///run/rollouts.sock --journal_dir=DIR
     orchestrator status|pause|resume|stop --admin=ADDRESS
-    orchestrator bench|check-trace|conformance|render|simulate --help
+    orchestrator bench|check-trace|conformance|render|simulate|submit --help
 
 Ends in order on SIGTERM; the same command goes on where it ended. Exit status: 0 trained to the end or
 ended as asked, 1 the run failed, 2 a flag, file or address cannot be used, 70 the watchdog ended it.

@@ -35,6 +35,7 @@ from prestage.rollout.refusals import RETRIED, RolloutReason, RolloutRefusal, cl
 from prestage.rollout.v1 import rollout_pb2 as pb
 from prestage.rollout.v1.rollout_pb2_grpc import RolloutIngestStub
 from prestage.wire.channel import check_address, open_channel
+from prestage.wire.errors import Unknown
 from prestage.wire.security import Role, Security
 
 log = logging.getLogger("prestage.client")
@@ -117,6 +118,7 @@ class RolloutProducer:
         self._failure: ProducerError | None = None
         self._heard_s = time.monotonic()
         self._connections = 0
+        self._told = -1  # Connections when an outage was last logged: each once.
         self._call: Cancellable | None = None
         self._watchers: list[PolicyWatcher] = []
         self._thread = threading.Thread(
@@ -266,7 +268,7 @@ class RolloutProducer:
                 elif not (self._closing and not self._entries):
                     self._cond.wait_for(lambda: self._closing and not self._entries, pause_s)
 
-    def _judge(self, ended: RolloutRefusal | grpc.RpcError | None) -> ProducerError | None:
+    def _judge(self, ended: RolloutRefusal | Unknown | None) -> ProducerError | None:
         """Whether to give up after a connection that ended so."""
         where = f"producer {self._name!r} at {self._address}"
         if isinstance(ended, RolloutRefusal):
@@ -284,10 +286,12 @@ class RolloutProducer:
                     f"{where}: no connection for {silent_s:.0f} s ({why}); what was not"
                     " acknowledged may be durable: a producer of the same name goes on from there"
                 )
-            log.info("%s: connection lost, trying again: %s", where, why)
+            level = logging.INFO if self._connections > self._told else logging.DEBUG
+            self._told = self._connections
+            log.log(level, "%s: no connection, trying again: %s", where, why)
         return None
 
-    def _connect(self) -> tuple[bool, RolloutRefusal | grpc.RpcError | None]:
+    def _connect(self) -> tuple[bool, RolloutRefusal | Unknown | None]:
         """One stream to its end: whether it was opened, and why it ended (None: we closed it)."""
         connection = _Connection()
         call = self._stub.SubmitTrajectories(self._requests(connection), metadata=self._metadata)
@@ -303,8 +307,7 @@ class RolloutProducer:
                     self._acknowledged(connection, answer.ack)
             return connection.opened, None
         except grpc.RpcError as error:
-            found = classify_rollout(error)
-            return connection.opened, found if isinstance(found, RolloutRefusal) else error
+            return connection.opened, classify_rollout(error)
         except ProducerError as error:
             self._fail(error)
             return True, None
@@ -403,6 +406,7 @@ class RolloutProducer:
                 duplicate=ack.duplicate,
                 reason=ack.reason,
                 message=ack.message,
+                verdict_known=not ack.verdict_lost,
             )
         )
 

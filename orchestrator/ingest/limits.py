@@ -18,6 +18,7 @@ class IngestLimits:
     idle_s: float = 900.0  # A stream without a message and without anything to acknowledge.
     part_s: float = 60.0  # From one part of a trajectory to the next.
     settle_s: float = 30.0  # For what an older stream of the same producer still has in the log.
+    linger_s: float = 6.0  # After the run, for producers that connect again (they pause up to 4 s).
     watch_poll_s: float = 0.2  # How often finished groups are looked for.
     max_message_bytes: int = 8 << 20
     max_trajectory_bytes: int = 256 << 20  # All parts of one trajectory.

@@ -41,6 +41,10 @@ class RolloutLog(Protocol):
         """The first offset of this producer that is not durable. Raises `IngestClosed`."""
         ...
 
+    def producers(self) -> frozenset[str]:
+        """Names of every producer that has something durable."""
+        ...
+
     def append(
         self,
         producer: str,

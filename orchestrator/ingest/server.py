@@ -43,6 +43,7 @@ class IngestServer:
     ) -> None:
         """Binds `listen` (unix:///path or host:port). Raises `AddressError`."""
         limits = limits or IngestLimits()
+        self._limits = limits
         self.board = board or PolicyBoard()
         self._counters = IngestCounters()
         self._streams = Streams(
@@ -87,15 +88,16 @@ class IngestServer:
         return self._counters.read(lag_seconds=self._streams.lag_seconds())
 
     def stop(self, *, finished: bool, grace_s: float = 5.0) -> None:
-        """End every stream. `finished`: the run has ended, and samplers are told so.
+        """End every stream. `finished`: the run has ended, and samplers are told so; producers that
+        are between two connections are waited for a little.
 
         Nothing is on its way into the log once this returns. Idempotent.
         """
         if finished:
             self.board.finish()
         refusal = self._streams.closed_refusal
-        self._streams.close(refusal)
         self._watchers.close(refusal)
+        self._streams.close(refusal, linger_s=self._limits.linger_s if finished else 0.0)
         self._server.stop(grace_s).wait()
         self._streams.settle()
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import grpc
@@ -81,12 +81,17 @@ class Streams:
         self._named: dict[str, Stream] = {}
         self._closing: RolloutRefusal | None = None
         self._closed: list[Stream] = []
+        # Once the run has ended, producers that come back are still told so for a while.
+        self._lingering = False
+        self._told = threading.Condition(self._lock)
+        self._known: set[str] = set()  # Opened in this process.
+        self._parted: set[str] = set()  # Left by themselves, or were told of the end.
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The gRPC handler."""
         stream = Stream(self, requests, context)
         with self._lock:
-            closing = self._closing
+            closing = None if self._lingering else self._closing
             evicted = None
             if closing is None:
                 self._unopened[id(stream)] = stream
@@ -117,6 +122,7 @@ class Streams:
             if self._unopened.pop(id(stream), None) is None:
                 raise _Ended(None)  # It is being ended already.
             if self._closing is not None:
+                self._part(producer)
                 raise _Ended(self._closing)
             older = self._named.get(producer)
             if older is None and len(self._named) >= self.limits.max_producers:
@@ -126,6 +132,8 @@ class Streams:
                     " fewer producers (one can carry many groups)",
                 )
             self._named[producer] = stream
+            self._known.add(producer)
+            self._parted.discard(producer)
         if older is not None:
             older.end(
                 RolloutRefusal(
@@ -136,6 +144,15 @@ class Streams:
             )
         return older
 
+    def left(self, producer: str) -> None:
+        """It closed its side and has every ack: it is not waited for."""
+        with self._lock:
+            self._part(producer)
+
+    def _part(self, producer: str) -> None:
+        self._parted.add(producer)
+        self._told.notify_all()
+
     def _forget(self, stream: Stream) -> None:
         with self._lock:
             self._unopened.pop(id(stream), None)
@@ -143,15 +160,25 @@ class Streams:
                 if held is stream:
                     del self._named[name]
 
-    def close(self, refusal: RolloutRefusal) -> None:
-        """End every stream, and every later one, with `refusal`."""
+    def close(self, refusal: RolloutRefusal, *, linger_s: float = 0.0) -> None:
+        """End every stream, and every later one, with `refusal`.
+
+        With `linger_s`, waits up to so long for producers that are between two connections, so that
+        they hear it too.
+        """
         with self._lock:
-            self._closing = refusal
+            self._closing, self._lingering = refusal, linger_s > 0
             streams = [*self._unopened.values(), *self._named.values()]
+            self._parted |= set(self._named)
             self._unopened.clear()
             self._closed = streams
         for stream in streams:
             stream.end(refusal)
+        if linger_s > 0:
+            away = self.log.producers()
+            with self._lock:
+                self._told.wait_for(lambda: away | self._known <= self._parted, linger_s)
+                self._lingering = False
 
     def settle(self) -> None:
         """After `close`: wait until nothing is on its way into the log."""
@@ -231,7 +258,11 @@ class Stream:
         if newest is None:
             return True
         # Receipts of one producer come in order: the newest is the last.
-        return bool(wait([newest], timeout=self._limits.settle_s).done)
+        try:
+            newest.exception(timeout=self._limits.settle_s)
+        except TimeoutError:
+            return False
+        return True
 
     def lag_seconds(self, now_s: float) -> float:
         with self._cond:
@@ -249,6 +280,7 @@ class Stream:
         try:
             while (answer := self._next_answer()) is not None:
                 yield answer
+            self._streams.left(self._producer)
         except _Ended as ended:
             self.end(ended.refusal)
         finally:
@@ -316,6 +348,7 @@ class Stream:
                 duplicate=receipt.duplicate,
                 reason=receipt.reason,
                 message=receipt.message,
+                verdict_lost=not receipt.verdict_known,
             )
         ).SerializeToString()
 
@@ -358,7 +391,7 @@ class Stream:
         try:
             return next(self._requests, None)
         except grpc.RpcError:
-            return None  # The producer has gone; the callback ends the stream.
+            raise _Ended(None) from None  # The producer has gone.
         finally:
             with self._cond:
                 self._reading = False
@@ -431,6 +464,8 @@ class Stream:
                 receipt = self._streams.log.append(
                     self._producer, offset, what, cancelled=lambda: self._ending
                 )
+            if receipt.cancelled():
+                raise _Ended(None)  # It waited for room, and nothing was queued.
             self._newest = receipt
         tokens = what.total_tokens if isinstance(what, Trajectory) else 0
         self._queue(_Queued(receipt=receipt, tokens=tokens, since_s=time.monotonic()))

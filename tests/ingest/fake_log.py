@@ -88,6 +88,10 @@ class FakeLog:
                 raise IngestClosed("closed")
             return self._next.get(producer, 0)
 
+    def producers(self) -> frozenset[str]:
+        with self._cond:
+            return frozenset(self._next)
+
     def append(
         self,
         producer: str,

@@ -6,6 +6,7 @@ import contextlib
 import queue
 import resource
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,14 @@ class RawProducer:
         except grpc.RpcError as error:
             return classify_rollout(error)
         raise AssertionError("the stream ended well")
+
+    def drop(self, where: Served) -> None:
+        """Lose the connection, and wait until the service has noticed."""
+        before = where.server.counts().producers
+        self.call.cancel()
+        deadline = time.monotonic() + 10
+        while where.server.counts().producers >= before:
+            assert time.monotonic() < deadline, "the service did not notice"
 
     def close(self) -> None:
         self.half_close()

@@ -177,6 +177,18 @@ def test_a_full_log_lets_go_of_a_producer_that_left() -> None:
     assert where.log.order == [("p", 0)]
 
 
+def test_the_end_does_not_wait_for_room_in_a_full_log() -> None:
+    with served(FakeLog(budget=1)) as where, raw(where) as producer:
+        producer.opened()
+        producer.send(submission(0), submission(1))
+        where.log.wait_for(lambda log: len(log.taken) == 1 and log.blocked == 1)
+        started = time.monotonic()
+        where.server.stop(finished=True)
+        assert time.monotonic() - started < 5
+        assert reason_of(producer) is RolloutReason.RUN_ENDED
+    assert where.log.order == [("p", 0)]
+
+
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
@@ -296,6 +308,33 @@ def test_the_end_of_the_run_is_told_and_nothing_more_is_acknowledged() -> None:
         where.log.release()
         stopping.join(timeout=10)
         assert not stopping.is_alive()
+
+
+def test_a_producer_between_two_connections_hears_of_the_end_and_one_that_left_is_not_waited_for() -> (
+    None
+):
+    with served() as where:
+        with raw(where, "away") as producer, raw(where, "left") as left:
+            producer.opened(), left.opened()
+            left.half_close()
+            assert list(left.call) == []
+            producer.drop(where)
+        stopping = threading.Thread(target=lambda: where.server.stop(finished=True))
+        stopping.start()
+        with raw(where, "away") as again:
+            assert reason_of(again) is RolloutReason.RUN_ENDED
+        stopping.join(timeout=5)  # Not the whole time for which it would have waited.
+        assert not stopping.is_alive()
+
+
+def test_the_end_of_the_run_does_not_wait_for_ever_for_a_producer_that_is_gone() -> None:
+    with served(limits=replace(LIMITS, linger_s=0.3)) as where:
+        with raw(where, "gone") as producer:
+            producer.opened()
+            producer.drop(where)
+        started = time.monotonic()
+        where.server.stop(finished=True)
+        assert 0.3 <= time.monotonic() - started < 5
 
 
 def test_a_process_that_stops_says_that_the_run_goes_on() -> None:

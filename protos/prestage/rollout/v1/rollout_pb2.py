@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!prestage/rollout/v1/rollout.proto\x12\x13prestage.rollout.v1\"\x8f\x01\n\x0cTokenSegment\x12\x32\n\x06source\x18\x01 \x01(\x0e\x32\".prestage.rollout.v1.SegmentSource\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x11\n\tloss_mask\x18\x04 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x05 \x01(\x0c\"\x94\x02\n\nTrajectory\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x33\n\x08segments\x18\x03 \x03(\x0b\x32!.prestage.rollout.v1.TokenSegment\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x1a\n\x12\x64ispatched_version\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompleted_version\x18\x06 \x01(\x04\x12\x38\n\rfinish_reason\x18\x07 \x01(\x0e\x32!.prestage.rollout.v1.FinishReason\x12\x0c\n\x04task\x18\x08 \x01(\t\x12\x12\n\nmoe_layers\x18\t \x01(\r\x12\r\n\x05top_k\x18\n \x01(\r\"0\n\x0cOpenProducer\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"[\n\x06Submit\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x33\n\ntrajectory\x18\x02 \x01(\x0b\x32\x1f.prestage.rollout.v1.Trajectory\x12\x0c\n\x04more\x18\x03 \x01(\x08\"\x85\x01\n\x19SubmitTrajectoriesRequest\x12\x31\n\x04open\x18\x01 \x01(\x0b\x32!.prestage.rollout.v1.OpenProducerH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.prestage.rollout.v1.SubmitH\x00\x42\x06\n\x04part\"5\n\x0eProducerOpened\x12\x13\n\x0bnext_offset\x18\x01 \x01(\x04\x12\x0e\n\x06window\x18\x02 \x01(\r\"[\n\x03\x41\x63k\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\x84\x01\n\x1aSubmitTrajectoriesResponse\x12\x35\n\x06opened\x18\x01 \x01(\x0b\x32#.prestage.rollout.v1.ProducerOpenedH\x00\x12\'\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x18.prestage.rollout.v1.AckH\x00\x42\x06\n\x04part\"3\n\x12WatchPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"f\n\x13WatchPolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x15\n\rcancel_groups\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04*m\n\rSegmentSource\x12\x1e\n\x1aSEGMENT_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SEGMENT_SOURCE_ASSISTANT\x10\x01\x12\x1e\n\x1aSEGMENT_SOURCE_ENVIRONMENT\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xee\x01\n\rRolloutIngest\x12y\n\x12SubmitTrajectories\x12..prestage.rollout.v1.SubmitTrajectoriesRequest\x1a/.prestage.rollout.v1.SubmitTrajectoriesResponse(\x01\x30\x01\x12\x62\n\x0bWatchPolicy\x12\'.prestage.rollout.v1.WatchPolicyRequest\x1a(.prestage.rollout.v1.WatchPolicyResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!prestage/rollout/v1/rollout.proto\x12\x13prestage.rollout.v1\"\x8f\x01\n\x0cTokenSegment\x12\x32\n\x06source\x18\x01 \x01(\x0e\x32\".prestage.rollout.v1.SegmentSource\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x11\n\tloss_mask\x18\x04 \x01(\x0c\x12\x16\n\x0erouted_experts\x18\x05 \x01(\x0c\"\x94\x02\n\nTrajectory\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x33\n\x08segments\x18\x03 \x03(\x0b\x32!.prestage.rollout.v1.TokenSegment\x12\x0e\n\x06reward\x18\x04 \x01(\x02\x12\x1a\n\x12\x64ispatched_version\x18\x05 \x01(\x04\x12\x19\n\x11\x63ompleted_version\x18\x06 \x01(\x04\x12\x38\n\rfinish_reason\x18\x07 \x01(\x0e\x32!.prestage.rollout.v1.FinishReason\x12\x0c\n\x04task\x18\x08 \x01(\t\x12\x12\n\nmoe_layers\x18\t \x01(\r\x12\r\n\x05top_k\x18\n \x01(\r\"0\n\x0cOpenProducer\x12\x10\n\x08producer\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"[\n\x06Submit\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x33\n\ntrajectory\x18\x02 \x01(\x0b\x32\x1f.prestage.rollout.v1.Trajectory\x12\x0c\n\x04more\x18\x03 \x01(\x08\"\x85\x01\n\x19SubmitTrajectoriesRequest\x12\x31\n\x04open\x18\x01 \x01(\x0b\x32!.prestage.rollout.v1.OpenProducerH\x00\x12-\n\x06submit\x18\x02 \x01(\x0b\x32\x1b.prestage.rollout.v1.SubmitH\x00\x42\x06\n\x04part\"5\n\x0eProducerOpened\x12\x13\n\x0bnext_offset\x18\x01 \x01(\x04\x12\x0e\n\x06window\x18\x02 \x01(\r\"q\n\x03\x41\x63k\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\x12\x11\n\tduplicate\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x14\n\x0cverdict_lost\x18\x06 \x01(\x08\"\x84\x01\n\x1aSubmitTrajectoriesResponse\x12\x35\n\x06opened\x18\x01 \x01(\x0b\x32#.prestage.rollout.v1.ProducerOpenedH\x00\x12\'\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x18.prestage.rollout.v1.AckH\x00\x42\x06\n\x04part\"3\n\x12WatchPolicyRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x04\"f\n\x13WatchPolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x15\n\rcancel_groups\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\x12\x0e\n\x06\x63ursor\x18\x04 \x01(\x04*m\n\rSegmentSource\x12\x1e\n\x1aSEGMENT_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SEGMENT_SOURCE_ASSISTANT\x10\x01\x12\x1e\n\x1aSEGMENT_SOURCE_ENVIRONMENT\x10\x02*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\xee\x01\n\rRolloutIngest\x12y\n\x12SubmitTrajectories\x12..prestage.rollout.v1.SubmitTrajectoriesRequest\x1a/.prestage.rollout.v1.SubmitTrajectoriesResponse(\x01\x30\x01\x12\x62\n\x0bWatchPolicy\x12\'.prestage.rollout.v1.WatchPolicyRequest\x1a(.prestage.rollout.v1.WatchPolicyResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'prestage.rollout.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEGMENTSOURCE']._serialized_start=1202
-  _globals['_SEGMENTSOURCE']._serialized_end=1311
-  _globals['_FINISHREASON']._serialized_start=1313
-  _globals['_FINISHREASON']._serialized_end=1435
+  _globals['_SEGMENTSOURCE']._serialized_start=1224
+  _globals['_SEGMENTSOURCE']._serialized_end=1333
+  _globals['_FINISHREASON']._serialized_start=1335
+  _globals['_FINISHREASON']._serialized_end=1457
   _globals['_TOKENSEGMENT']._serialized_start=59
   _globals['_TOKENSEGMENT']._serialized_end=202
   _globals['_TRAJECTORY']._serialized_start=205
@@ -48,13 +48,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRODUCEROPENED']._serialized_start=762
   _globals['_PRODUCEROPENED']._serialized_end=815
   _globals['_ACK']._serialized_start=817
-  _globals['_ACK']._serialized_end=908
-  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_start=911
-  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_end=1043
-  _globals['_WATCHPOLICYREQUEST']._serialized_start=1045
-  _globals['_WATCHPOLICYREQUEST']._serialized_end=1096
-  _globals['_WATCHPOLICYRESPONSE']._serialized_start=1098
-  _globals['_WATCHPOLICYRESPONSE']._serialized_end=1200
-  _globals['_ROLLOUTINGEST']._serialized_start=1438
-  _globals['_ROLLOUTINGEST']._serialized_end=1676
+  _globals['_ACK']._serialized_end=930
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_start=933
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_end=1065
+  _globals['_WATCHPOLICYREQUEST']._serialized_start=1067
+  _globals['_WATCHPOLICYREQUEST']._serialized_end=1118
+  _globals['_WATCHPOLICYRESPONSE']._serialized_start=1120
+  _globals['_WATCHPOLICYRESPONSE']._serialized_end=1222
+  _globals['_ROLLOUTINGEST']._serialized_start=1460
+  _globals['_ROLLOUTINGEST']._serialized_end=1698
 # @@protoc_insertion_point(module_scope)

@@ -100,18 +100,20 @@ class ProducerOpened(_message.Message):
     def __init__(self, next_offset: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
 
 class Ack(_message.Message):
-    __slots__ = ("offset", "accepted", "duplicate", "reason", "message")
+    __slots__ = ("offset", "accepted", "duplicate", "reason", "message", "verdict_lost")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_LOST_FIELD_NUMBER: _ClassVar[int]
     offset: int
     accepted: bool
     duplicate: bool
     reason: str
     message: str
-    def __init__(self, offset: _Optional[int] = ..., accepted: bool = ..., duplicate: bool = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    verdict_lost: bool
+    def __init__(self, offset: _Optional[int] = ..., accepted: bool = ..., duplicate: bool = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., verdict_lost: bool = ...) -> None: ...
 
 class SubmitTrajectoriesResponse(_message.Message):
     __slots__ = ("opened", "ack")
