@@ -53,6 +53,7 @@ _TICK_SECONDS: Final = 1.0
 _LONGEST_TICK_SECONDS: Final = 5.0  # A stopped process does not make groups older than this.
 _ITEM_BYTES: Final = 512  # Counted for what has no payload, so that nothing is free.
 _BIGGEST: Final = 1 << 62
+COMMIT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _DATABASE: Final = "journal.sqlite"
 
 
@@ -81,6 +82,26 @@ class JournalCounters:
     over_budget_bytes: int = 0
     no_space_waits: int = 0
     groups_timed_out: int = 0
+    # Commits that took at most `COMMIT_BUCKETS[i]` seconds and longer than the one before.
+    commit_buckets: list[int] = field(default_factory=lambda: [0] * len(COMMIT_BUCKETS))
+
+    def committed(self, seconds: float) -> None:
+        self.commits += 1
+        self.commit_seconds += seconds
+        at = bisect.bisect_left(COMMIT_BUCKETS, seconds)
+        if at < len(self.commit_buckets):
+            self.commit_buckets[at] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalGauges:
+    """How full a journal is."""
+
+    pending_bytes: int  # In memory, not durable yet.
+    held_bytes: int  # Payload files.
+    open_groups: int  # Groups that still miss a member.
+    formed_groups: int  # Complete groups over the whole run.
+    durable_step: int  # Steps that a durable checkpoint covers, as far as this journal was told.
 
 
 @dataclass(kw_only=True, eq=False)
@@ -552,6 +573,17 @@ class DurableLog:
                 self._retention = point
                 self._changed.notify_all()
 
+    def gauges(self) -> JournalGauges:
+        """How full the journal is now."""
+        with self._changed:
+            return JournalGauges(
+                pending_bytes=self._pending_bytes,
+                held_bytes=self._segments.total_bytes,
+                open_groups=len(self._first_seen),
+                formed_groups=self._point.position + len(self._groups),
+                durable_step=self._point.durable_step,
+            )
+
     @property
     def held_bytes(self) -> int:
         """Bytes of all payload files."""
@@ -628,12 +660,8 @@ class DurableLog:
             self._refuse_rest(f"the run cannot go on: {why}")
 
     def _work_is_there(self) -> bool:
-        return bool(
-            self._queue
-            or self._plans
-            or (self._retention is not None and not self._closing)
-            or self._expired()
-        )
+        expired = not self._closing and self._expired()
+        return bool(self._queue or self._plans or self._retention or expired)
 
     def _take_batch(self) -> tuple[list[_Item], list[_Plan]]:
         plans = list(self._plans)
@@ -662,8 +690,7 @@ class DurableLog:
                     _refuse(items, plans, f"the disk is full ({error}) and the process stops")
                     return
                 pause_s = min(2.0, pause_s * 2)
-        self.counters.commits += 1
-        self.counters.commit_seconds += time.perf_counter() - started
+        self.counters.committed(time.perf_counter() - started)
         self._publish(items, plans, written)
         self._sweep()
         for submitted, receipt in written.answers:
