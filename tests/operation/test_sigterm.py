@@ -6,12 +6,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from orchestrator.bench.synthetic import SyntheticShape
 from orchestrator.plan import RunPlan
 from orchestrator.runner import Patience
+from prestage.admin.v1 import admin_pb2, admin_pb2_grpc
 from prestage.trainer.v1 import trainer_pb2 as pb
+from prestage.wire.channel import open_channel
 from tests.operation.process import (
     GRACE_S,
     PATIENCE_S,
@@ -182,3 +185,35 @@ def test_r21_a_signal_to_the_main_process_reaches_python_while_it_loads() -> Non
             reached(folder, "an answer", lambda state: bool(state.incarnation))
             code, seconds = process.terminate()
             assert (code, seconds < 10) == (0, True), process.output
+
+
+def test_d10_a_live_run_that_waits_for_its_producers_ends_and_is_opened_again() -> None:
+    """No step was trained: nothing is waited for that will never come."""
+    with socket_folder() as folder, worker(folder, *flags(folder)):
+        command = [
+            "-m",
+            "orchestrator.main",
+            f"--trainer=unix://{folder}/w.sock",
+            f"--listen=unix://{folder}/rollouts.sock",
+            f"--journal_dir={folder}/journal",
+            "--num_steps=2",
+            "--noprogress",
+            f"--health_listen=unix://{folder}/a.sock",
+        ]
+        for name in ("first", "second"):
+            with running(folder / f"{name}.log", *command) as process:
+                wait_until(lambda: waits(folder), "it waits for data")
+                code, seconds = process.terminate()
+                assert (code, seconds < 10) == (0, True), process.output
+                assert "Traceback" not in process.output
+
+
+def waits(folder: Path) -> bool:
+    """Whether the orchestrator on this admin port has nothing to train."""
+    with open_channel(f"unix://{folder}/a.sock") as channel:
+        stub = admin_pb2_grpc.OrchestratorAdminStub(channel)
+        try:
+            status = stub.Status(admin_pb2.StatusRequest(), timeout=10).status
+        except grpc.RpcError:
+            return False
+    return status.state == admin_pb2.RUN_STATE_WAITING_FOR_DATA
