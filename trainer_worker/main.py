@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     operated = _Operated()
     try:
         process = process_config()
-        hosts = settings_from_flags(insecure=bool(_INSECURE.value))
+        hosts = settings_from_flags(security_config(insecure=bool(_INSECURE.value)))
         if hosts is not None and not hosts.leads:
             return _follow(hosts, process)
         config = _config(process.grace_s)

@@ -26,7 +26,7 @@ SHAPE = SyntheticShape(rows=6, tokens_per_row=64, real_length=60, micro_batches=
 FAST = TimedConfig(fwd_bwd_seconds=0.001, update_seconds=0.0, copy_seconds=0.0)
 FIELDS = ("advantages", "loss_mask", "positions", "sampling_logprobs", "segment_ids", "tokens")
 SPEC = CompileSpec(rows=6, tokens_per_row=64, fields=FIELDS)
-BUDGETS = HostBudgets(join_s=5.0, compile_s=5.0, stall_s=2.0, silence_s=2.0)
+BUDGETS = HostBudgets(join_s=5.0, compile_s=5.0, stall_s=5.0, silence_s=20.0)
 
 
 def batch(step: int, index: int) -> MicroBatch:

@@ -7,6 +7,7 @@ import os
 from absl import flags
 
 from prestage.strict_flags import define_seconds
+from prestage.wire.security import SecurityConfig
 from trainer_worker.hosts.group import HostBudgets
 from trainer_worker.hosts.settings import HostSettings, host_settings
 from trainer_worker.liveness import Budgets
@@ -41,14 +42,15 @@ _SILENCE = define_seconds(
 )
 
 
-def settings_from_flags(*, insecure: bool) -> HostSettings | None:
+def settings_from_flags(security: SecurityConfig) -> HostSettings | None:
     """None for a trainer of one process. Raises `EngineConfigError`, `AddressError`."""
     return host_settings(
         num_processes=_COUNT.value,
         process_id=_ID.value,
         coordinator_address=_COORDINATOR.value or "",
         hosts_address=_HOSTS.value or "",
-        insecure=insecure,
+        protected=security.tls_dir is not None,
+        insecure=security.insecure,
         environment=os.environ,
     )
 

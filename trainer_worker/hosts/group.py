@@ -29,7 +29,7 @@ ALONE_S: Final = 10.0
 T = TypeVar("T")
 Send = Callable[[pb.Command], None]
 
-LOSS_EXPLAINS_S: Final = 2.0
+LOSS_EXPLAINS_S: Final = 1.0
 """A collective that fails because a host died fails before or after the host is missed."""
 
 

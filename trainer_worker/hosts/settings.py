@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from prestage.wire.channel import AddressError, check_address, is_local, unix_path
+from prestage.wire.security import check_reachable
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.processes import Processes
 
@@ -36,12 +37,13 @@ def host_settings(
     process_id: int | None,
     coordinator_address: str,
     hosts_address: str,
+    protected: bool,
     insecure: bool,
     environment: Mapping[str, str],
 ) -> HostSettings | None:
     """None for a trainer of one process. A flag that is set wins over the environment.
 
-    Raises `EngineConfigError` and `AddressError`, naming what is missing or wrong.
+    `protected`: the processes show each other certificates. Raises `EngineConfigError` and `AddressError`, naming what is missing or wrong.
     """
     count = num_processes if num_processes is not None else _whole(environment, ENV_COUNT)
     address = coordinator_address or environment.get(ENV_ADDRESS, "")
@@ -80,12 +82,8 @@ def host_settings(
         raise AddressError(f"--coordinator_address is {address!r}: use a port from 1 to 65534")
     dial = hosts_address or f"{host}:{int(port) + 1}"
     check_address("--hosts_address", dial)
-    if not (is_local(address) and is_local(dial)) and not insecure:
-        raise AddressError(
-            f"the processes of the trainer talk over {address} and {dial}, which other hosts can"
-            " reach, and JAX's own traffic between them is never encrypted: run them in a network"
-            " that is closed to others, and say --insecure"
-        )
+    check_reachable("--hosts_address", dial, protected=protected, insecure=insecure)
+    check_reachable("--coordinator_address", address, protected=protected, insecure=insecure)
     local = is_local(dial)
     return HostSettings(
         processes=Processes(num_processes=count, process_id=who, coordinator_address=address),
