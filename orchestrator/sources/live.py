@@ -19,7 +19,7 @@ import numpy as np
 
 from orchestrator.advantages import advantages
 from orchestrator.feeder import SourceError as FeedError
-from orchestrator.feeder import StepFeed
+from orchestrator.feeder import StepFeed, always
 from orchestrator.groups import (
     Assignment,
     AssignmentState,
@@ -52,10 +52,6 @@ from orchestrator.trajectory import (
     Trajectory,
 )
 from prestage.microbatch import MicroBatch
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +92,13 @@ class LiveSource:
         """Write micro-batches into this memory from now on."""
         self._packer = Packer(self._config.run_id, self._config.fields, reserve)
 
-    def open_step(self, step: int, *, cancelled: Callable[[], bool] = _never) -> StepFeed | None:
-        """Wait until the step's groups are in. None: the source ended before, or `cancelled`.
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+        """Wait until the step's groups are in. None: the source ended before, or it is not `wanted`.
 
         Raises: FeedError (a step that was let go, too many dead groups, a journal that failed).
         """
         try:
-            batch = self._batch(self._config.batches.batch_of(step), step, cancelled)
+            batch = self._batch(self._config.batches.batch_of(step), step, wanted)
             if batch is None:
                 return None
             self.ledger().check()
@@ -156,13 +152,26 @@ class LiveSource:
             duplicates=totals.duplicates,
         )
 
+    def waiting_groups(self) -> int:
+        """Complete groups that no step has taken yet."""
+        return len(self._log.waiting_groups(self._position))
+
+    def oldest_policy_version(self, step: int) -> int | None:
+        """The oldest weights that sampled what `step` trains; None: it was let go."""
+        with self._lock:
+            batch = self._batches.get(self._config.batches.batch_of(step))
+        if batch is None:
+            return None
+        groups = batch.groups[self._config.batches.part(step)]
+        return min(group.oldest_policy_version for group in groups)
+
     def close(self) -> None:
         """A waiting `open_step` gives up soon, and later ones at once."""
         self._closed = True
 
     # -- groups to batches ------------------------------------------------------------------------
 
-    def _batch(self, number: int, step: int, cancelled: Callable[[], bool]) -> _Batch | None:
+    def _batch(self, number: int, step: int, wanted: Callable[[], bool]) -> _Batch | None:
         if step < self._durable_step:
             raise JournalError(
                 "its rollouts were let go, because a checkpoint that covers the steps below"
@@ -172,7 +181,7 @@ class LiveSource:
             with self._lock:
                 if number in self._batches:
                     return self._batches[number]
-            batch = self._fill(cancelled)
+            batch = self._fill(wanted)
             if batch is None:
                 return None
             with self._lock:
@@ -186,12 +195,12 @@ class LiveSource:
                 )
                 self._retain()
 
-    def _fill(self, cancelled: Callable[[], bool]) -> _Batch | None:
+    def _fill(self, wanted: Callable[[], bool]) -> _Batch | None:
         """The next batch, once it is whole. What is taken stays taken when the wait is left."""
         shape, policy = self._config.batches, self._config.policy
         number = self._next.batch
         while len(self._taken) < shape.groups_per_batch:
-            group = self._log.await_group(self._position, lambda: self._closed or cancelled())
+            group = self._log.await_group(self._position, lambda: wanted() and not self._closed)
             if group is None:
                 return None
             self._position += 1
