@@ -51,11 +51,21 @@ class StepFeed:
     micro_batches: Iterator[MicroBatch]
 
 
+def always() -> bool:
+    """Whatever is made is wanted until the end."""
+    return True
+
+
 class StepSource(Protocol):
     """Gives the micro-batches of each step: the same ones whenever it is asked again."""
 
-    def open_step(self, step: int) -> StepFeed | None:
-        """Wait for the step's data. None: there is none and never will be. Raises `SourceError`."""
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+        """Wait for the step's data. None: there is none and never will be, or it is not `wanted`
+        any more. Raises `SourceError`.
+
+        `wanted` may turn False while this waits: a restarted worker needs earlier steps again,
+        and what is waited for may itself wait for those.
+        """
         ...
 
     def data_cursor(self, next_step: int) -> str: ...
@@ -169,7 +179,7 @@ class Feeder:
             self._events.put(event)
 
     def _feed(self, generation: int, step: int) -> None:
-        feed = self._source.open_step(step)
+        feed = self._source.open_step(step, wanted=lambda: generation == self._generation)
         if feed is None:
             self._post(generation, SourceEnded(step=step))
             return

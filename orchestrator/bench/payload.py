@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.bench.processes import ProcessError, worker_process
 from orchestrator.bench.synthetic import SyntheticShape, SyntheticSource, make_batch
 from orchestrator.bench.trainer import arm_plan, drive, summary
-from orchestrator.feeder import StepFeed
+from orchestrator.feeder import StepFeed, always
 from orchestrator.runner import RunFailed
 from prestage.microbatch import MicroBatch, MicroBatchId
 from prestage.trace import read_trace
@@ -29,8 +29,8 @@ class _Same(SyntheticSource):
         self._batch = batch
         self._count = shape.micro_batches
 
-    def open_step(self, step: int) -> StepFeed | None:
-        feed = super().open_step(step)
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+        feed = super().open_step(step, wanted=wanted)
         assert feed is not None
 
         def batches() -> Iterator[MicroBatch]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.feeder import StepFeed
+from orchestrator.feeder import StepFeed, always
 from orchestrator.ports import StepSummary
 from prestage.microbatch import Array, MicroBatch, MicroBatchId
 from prestage.wire.digest import content_digest
@@ -88,7 +88,8 @@ class SyntheticSource:
         self._shape = shape
         self._run_id = run_id
 
-    def open_step(self, step: int) -> StepFeed | None:
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+        del wanted
         shape = self._shape
         rows = shape.rows * shape.micro_batches - shape.padding_rows
 

@@ -493,8 +493,8 @@ class DurableLog:
             raise JournalError(f"group {position} was let go: a durable checkpoint covers it")
         return self._groups[at] if at < len(self._groups) else None
 
-    def await_group(self, position: int, cancelled: Callable[[], bool]) -> Formed[Record] | None:
-        """Wait for the complete group at `position`. None: it never comes, or the caller left.
+    def await_group(self, position: int, wanted: Callable[[], bool]) -> Formed[Record] | None:
+        """Wait for the complete group at `position`. None: it never comes, or is not `wanted`.
 
         While somebody waits here, trajectories are admitted beyond the byte budget.
 
@@ -510,7 +510,7 @@ class DurableLog:
                         return group
                     if self._failure:
                         raise JournalError(self._failure)
-                    if self._ended or cancelled():
+                    if self._ended or not wanted():
                         return None
                     if self._closing:
                         raise JournalError("the journal was closed while a step waited for groups")

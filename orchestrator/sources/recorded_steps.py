@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from orchestrator.advantages import AdvantageConfig, with_advantages
 from orchestrator.feeder import SourceError as FeedError
-from orchestrator.feeder import StepFeed
+from orchestrator.feeder import StepFeed, always
 from orchestrator.groups import GroupAssembler, GroupPolicy, Ledger
 from orchestrator.packing import (
     FieldSet,
@@ -99,11 +99,14 @@ class RecordedSteps:
         self._groups = self._rollouts.groups(epochs=self._config.epochs)
         self._dropped: dict[str, int] = {}
 
-    def open_step(self, step: int) -> StepFeed | None:
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
         """The step's plan and micro-batches; None when the file has no more groups for it.
+
+        Never waits, so `wanted` is not asked.
 
         Raises: FeedError.
         """
+        del wanted
         config, batches = self._config, self._config.batches
         try:
             batch = self._batch(batches.batch_of(step))

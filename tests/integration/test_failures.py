@@ -34,7 +34,7 @@ from orchestrator.calls import (
     Start,
     WorkerView,
 )
-from orchestrator.feeder import StepFeed
+from orchestrator.feeder import StepFeed, always
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.plan import Ineligible, RunPlan
 from orchestrator.ports import Answer, StepFacts
@@ -170,11 +170,13 @@ def test_a_worker_that_restarts_while_the_run_waits_for_data_is_noticed() -> Non
         class RestartsWorker(SyntheticSource):
             left = 1
 
-            def open_step(self, step: int) -> StepFeed | None:
+            def open_step(
+                self, step: int, *, wanted: Callable[[], bool] = always
+            ) -> StepFeed | None:
                 if step == 2 and self.left:
                     self.left = 0
                     here.restart()
-                return super().open_step(step)
+                return super().open_step(step, wanted=wanted)
 
         done = run_against(
             address_of(here.server),

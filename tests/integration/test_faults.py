@@ -22,7 +22,7 @@ import pytest
 
 from orchestrator.bench.synthetic import SyntheticShape, SyntheticSource
 from orchestrator.calls import Lost, Send
-from orchestrator.feeder import SourceError, StepFeed
+from orchestrator.feeder import SourceError, StepFeed, always
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, StepFacts
 from orchestrator.runner import Patience, RunFailed
@@ -198,11 +198,11 @@ def test_a_worker_restarted_while_data_is_waited_for_is_noticed(arm: str) -> Non
         class Restarting(SyntheticSource):
             restarts = 0
 
-            def open_step(self, step: int) -> StepFeed | None:
+            def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
                 if step == 1 and not self.restarts:
                     self.restarts += 1
                     here.restart()
-                return super().open_step(step)
+                return super().open_step(step, wanted=wanted)
 
         source = Restarting(SHAPE, "run")
         result = run_against(address_of(here.server), ARMS[arm], source=source, shape=SHAPE)
@@ -211,10 +211,10 @@ def test_a_worker_restarted_while_data_is_waited_for_is_noticed(arm: str) -> Non
 
 
 class Broken(SyntheticSource):
-    def open_step(self, step: int) -> StepFeed | None:
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
         if step == 1:
             raise SourceError("the producers are gone (planned)")
-        return super().open_step(step)
+        return super().open_step(step, wanted=wanted)
 
 
 def test_r12_a_dead_producer_ends_the_run_with_its_reason() -> None:
@@ -225,10 +225,10 @@ def test_r12_a_dead_producer_ends_the_run_with_its_reason() -> None:
 
 
 class Stalled(SyntheticSource):
-    def open_step(self, step: int) -> StepFeed | None:
+    def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
         if step == 1:
             threading.Event().wait(3)
-        return super().open_step(step)
+        return super().open_step(step, wanted=wanted)
 
 
 def test_c10_a_source_that_gives_nothing_ends_the_run_in_bounded_time() -> None:
@@ -244,8 +244,8 @@ def test_c10_a_source_that_gives_nothing_ends_the_run_in_bounded_time() -> None:
 
 def test_a_source_that_ends_early_ends_the_run_with_its_last_step() -> None:
     class Short(SyntheticSource):
-        def open_step(self, step: int) -> StepFeed | None:
-            return None if step >= 2 else super().open_step(step)
+        def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+            return None if step >= 2 else super().open_step(step, wanted=wanted)
 
     staged = RunPlan(num_steps=9, pipeline=True, stage=True, latch_after=1000)
     for plan in (RunPlan(num_steps=9), staged, replace(staged, dispatch_before_metrics=True)):

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from orchestrator.advantages import AdvantageConfig, with_advantages
+from orchestrator.feeder import always
 from orchestrator.groups import GroupAssembler, GroupPolicy, Ledger
 from orchestrator.ingest.ports import IngestClosed, Receipt
 from orchestrator.journal.config import LiveConfig
@@ -121,7 +122,7 @@ class Live:
 
     def groups_of(self, step: int) -> list[str]:
         """Names of the groups that a step trains, in durable order."""
-        batch = self.source._batch(self.config.batches.batch_of(step), step, never)
+        batch = self.source._batch(self.config.batches.batch_of(step), step, always)
         assert batch is not None
         return [group.group_id for group in batch.groups[self.config.batches.part(step)]]
 

@@ -329,7 +329,9 @@ def test_a_step_waits_for_its_groups_and_can_be_left(tmp_path):
         leave = threading.Event()
         outcome: list = []
         thread = threading.Thread(
-            target=lambda: outcome.append(live.source.open_step(0, cancelled=leave.is_set)),
+            target=lambda: outcome.append(
+                live.source.open_step(0, wanted=lambda: not leave.is_set())
+            ),
             daemon=True,
         )
         thread.start()
@@ -389,7 +391,7 @@ def test_every_token_is_trained_once_or_counted(tmp_path_factory, sent, stalenes
         (receipt,) = live.send("p", [trajectory])
         if not receipt.duplicate and receipt.reason != "conflict":
             came += trajectory.total_tokens
-        while (feed := live.source.open_step(step, cancelled=lambda: True)) is not None:
+        while (feed := live.source.open_step(step, wanted=lambda: False)) is not None:
             for batch in feed.micro_batches:
                 packed += batch.real_tokens
             assert not trained & set(live.groups_of(step))
@@ -405,7 +407,7 @@ def test_every_token_is_trained_once_or_counted(tmp_path_factory, sent, stalenes
             live.source.step_durable(step)
             live.close()
             live = Live(base)
-            assert live.source.open_step(step, cancelled=lambda: True) is None
+            assert live.source.open_step(step, wanted=lambda: False) is None
             again = live.source.ledger()
             assert (again.tokens_in, again.tokens_assigned) == (came, packed + filling)
             assert again.dropped == ledger.dropped and again.duplicates == ledger.duplicates
