@@ -191,7 +191,11 @@ def _run(
                 operation.board,
                 *(() if intake is None else (intake,)),
             ),
-            patience=Patience(data_s=config.data_wait_s),
+            patience=Patience(
+                data_s=config.data_wait_s,
+                # A worker that is started again loads its engine, as at the first start.
+                unreachable_s=max(Patience().unreachable_s, config.trainer_wait_s),
+            ),
             on_bookkeeping=on_bookkeeping,
             before_send=operation.before_send,
         )

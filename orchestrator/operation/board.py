@@ -59,10 +59,15 @@ class RunBudgets:
 
     @staticmethod
     def beyond(*, trainer_wait_s: float, data_wait_s: float) -> RunBudgets:
-        """Beyond the waits that this run was told."""
+        """Beyond the waits that this run was told: a worker may be away in any of its calls."""
         usual = RunBudgets()
         return RunBudgets(
-            start_s=max(usual.start_s, trainer_wait_s + 300.0), data_s=data_wait_s + 60.0
+            start_s=usual.start_s + trainer_wait_s,
+            call_s=usual.call_s + trainer_wait_s,
+            compile_s=usual.compile_s + trainer_wait_s,
+            save_s=usual.save_s + trainer_wait_s,
+            data_s=data_wait_s + 60.0,
+            finish_s=usual.finish_s + trainer_wait_s,
         )
 
 
@@ -122,7 +127,8 @@ class RunBoard(WaitBoard):
         self._state = RunState.STARTING
         self._doing = "reaching the worker"
         self._allowance_s = self._budgets.start_s
-        self._progress_s = now()
+        self._progress_s = self._became_s = now()
+        self._data_wait_s = 0.0
         self._started_s = now()
         self._run_id = ""
         self._trainer = ""
@@ -161,10 +167,22 @@ class RunBoard(WaitBoard):
             self._steps.append(record)
 
     def _become(self, state: RunState, doing: str, allowance_s: float) -> None:
+        now_s = self._now()
         with self._lock:
+            self._data_wait_s += self._waiting_s(now_s)
             self._state, self._doing, self._allowance_s = state, doing, allowance_s
-            self._progress_s = self._now()
+            self._progress_s = self._became_s = now_s
         self.on_change()
+
+    def _waiting_s(self, now_s: float) -> float:
+        """Of the wait for data that goes on; 0 when none does."""
+        return now_s - self._became_s if self._state is RunState.WAITING_FOR_DATA else 0.0
+
+    @property
+    def data_wait_seconds(self) -> float:
+        """Seconds that the run had nothing to send until a micro-batch came, so far."""
+        with self._lock:
+            return self._data_wait_s + self._waiting_s(self._now())
 
     # -- told by the runner -----------------------------------------------------------------------
 

@@ -185,12 +185,16 @@ def test_r15_asking_a_stuck_worker_again_and_again_is_no_progress() -> None:
 
 
 def test_the_watchdog_lets_every_wait_that_was_asked_for_come_to_its_end() -> None:
-    budgets = RunBudgets.beyond(trainer_wait_s=7200.0, data_wait_s=86400.0)
-    assert budgets.start_s > 7200 and budgets.data_s > 86400
+    """Of a call: its deadline, and then a worker that comes back as late as it may."""
     deadlines = Deadlines()
-    assert budgets.call_s > max(deadlines.train_s, deadlines.read_s) + Patience().unreachable_s
-    assert budgets.compile_s > deadlines.compile_s and budgets.save_s > deadlines.save_s
-    assert budgets.finish_s > deadlines.save_s
+    for wait_s in (60.0, 7200.0):
+        budgets = RunBudgets.beyond(trainer_wait_s=wait_s, data_wait_s=86400.0)
+        away_s = max(wait_s, Patience().unreachable_s)
+        assert budgets.start_s > wait_s and budgets.data_s > 86400
+        assert budgets.call_s > max(deadlines.train_s, deadlines.read_s) + away_s
+        assert budgets.compile_s > deadlines.compile_s + away_s
+        assert budgets.save_s > deadlines.save_s + away_s
+        assert budgets.finish_s > deadlines.save_s + away_s
 
 
 def test_r16_a_compile_of_two_hours_is_no_alarm() -> None:
