@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.advantages import AdvantageConfig, Estimator
-from orchestrator.feeder import SourceError
+from orchestrator.calls import Ready
+from orchestrator.feeder import Feeder, SourceError
 from orchestrator.groups import GroupPolicy, ZeroSpread
 from orchestrator.journal.config import LiveConfig
 from orchestrator.packing import PackingConfig
@@ -345,6 +346,44 @@ def test_a_step_waits_for_its_groups_and_can_be_left(tmp_path):
         group(live, "b")
         assert live.groups_of(0) == ["a", "b"]
         live.digests(0)
+
+
+class Sends:
+    """Brings micro-batches nowhere."""
+
+    def put(self, batch) -> int:
+        return batch.payload_bytes
+
+
+def test_a_restarted_worker_gets_earlier_steps_while_a_later_one_waits(tmp_path):
+    """What step 1 waits for may itself wait for step 0 to be trained again."""
+    with opened(config(tmp_path / "j")) as live:
+        group(live, "a")
+        group(live, "b")
+        feeder = Feeder(live.source, Sends())
+        try:
+
+            def ready(step: int) -> list[str]:
+                digests = []
+                while True:
+                    event = feeder.next_event(20.0)
+                    assert isinstance(event, Ready) and event.step == step
+                    digests.append(event.digest)
+                    if event.last:
+                        return digests
+
+            feeder.start_step(0)
+            digests = ready(0)
+            feeder.start_step(1)
+            wait_until_waiting(live)
+            feeder.forget_worker()
+            feeder.start_step(0)
+            assert ready(0) == digests
+            feeder.start_step(1)
+            wait_until_waiting(live)
+        finally:
+            feeder.close()
+        assert live.log._waiting == 0, "closing the feeder leaves nobody waiting"
 
 
 def test_a_closed_source_gives_up(tmp_path):
