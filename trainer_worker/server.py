@@ -18,6 +18,7 @@ from prestage.wire.limits import WireLimits
 from prestage.wire.security import Security, SecurityConfig
 from prestage.wire.shm_plane import SharedMemoryUnavailable, WorkerSlots
 from prestage.wire.store import MicroBatchStore
+from prestage.wire.stream_slots import FIRST_S, SILENT_S
 from trainer_worker.clock import Clock, RealClock
 from trainer_worker.device_thread import DeviceThread
 from trainer_worker.engine import EngineParts
@@ -33,6 +34,8 @@ from trainer_worker.worker import Worker, WorkerConfig
 log = logging.getLogger("prestage.worker")
 
 RPC_THREADS = 16
+MAX_CALLS = 256
+"""Running and queued ones. Streams that are refused wait here for a moment: control must fit beside."""
 
 
 class InsecureAddress(Exception):
@@ -55,6 +58,8 @@ class ServerConfig:
     token_dir: Path | None = None  # None: no tokens.
     tls_server_name: str = ""
     shared_memory: bool = True  # Offer the shared-memory plane to callers on this host.
+    upload_first_s: float = FIRST_S  # A PutMicroBatch sends its header within this.
+    upload_silent_s: float = SILENT_S  # From one message of a PutMicroBatch to the next.
     grace_s: float = 30.0
     budgets: Budgets = field(default_factory=Budgets)
 
@@ -110,7 +115,7 @@ class WorkerServer:
         self._slots: WorkerSlots | None = None
         self._front = FrontDoor(self.incarnation)
         self.guard = self.security.guard(self._on_refused)
-        self._server = make_server(RPC_THREADS, name="rpc", guard=self.guard)
+        self._server = make_server(RPC_THREADS, name="rpc", guard=self.guard, max_calls=MAX_CALLS)
         self._server.add_generic_rpc_handlers((self._front,))
         self.port = bind(self._server, "--listen", config.listen, guard=self.guard)
         self.status = StatusServer(self.state, health_listen, guard=self.guard)
@@ -163,7 +168,10 @@ class WorkerServer:
             epochs=self._epochs,
             clock=clock,
             config=ServiceConfig(
-                staging_memory_bytes=config.staging_memory_bytes, limits=WireLimits()
+                staging_memory_bytes=config.staging_memory_bytes,
+                limits=WireLimits(),
+                upload_first_s=config.upload_first_s,
+                upload_silent_s=config.upload_silent_s,
             ),
             trace=self._trace,
             slots=self._slots,

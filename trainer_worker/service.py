@@ -54,6 +54,7 @@ from prestage.wire.limits import WireLimits
 from prestage.wire.shm_plane import WorkerSlots
 from prestage.wire.store import MicroBatchStore, MissingError
 from prestage.wire.stream_plane import Part, PutReceiver, parse_part
+from prestage.wire.stream_slots import FIRST_S, SILENT_S, StreamSlots
 from prestage.wire.validate import check_values
 from trainer_worker import sessions
 from trainer_worker.clock import Clock
@@ -126,6 +127,8 @@ class ServiceConfig:
 
     staging_memory_bytes: int
     limits: WireLimits
+    upload_first_s: float = FIRST_S  # A stream sends its header within this.
+    upload_silent_s: float = SILENT_S  # From one message of an upload to the next.
 
 
 class TrainerService(pb_grpc.TrainerWorkerServicer):
@@ -159,7 +162,9 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         self._slots = slots
         self._compiling = False
         self._draining = False
-        self._uploads = threading.BoundedSemaphore(MAX_UPLOADS)
+        self._uploads = StreamSlots(
+            MAX_UPLOADS, first_s=config.upload_first_s, silent_s=config.upload_silent_s
+        )
         self._backgrounds: set[threading.Thread] = set()
 
     # -- lifecycle --------------------------------------------------------------------------------
@@ -810,13 +815,30 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         """PutMicroBatch, behind its own raw (de)serialiser."""
         if self._draining:
             abort_with(context, Reason.DRAINING, "the worker is shutting down", self._metadata())
-        if not self._uploads.acquire(blocking=False):
+        slot = self._uploads.take(parts, context.cancel)
+        if slot is None:
             abort_with(
                 context,
                 Reason.TOO_MANY_UPLOADS,
                 f"put_micro_batch: {MAX_UPLOADS} uploads are under way: put fewer at a time",
                 self._metadata(),
             )
+        with slot:
+            try:
+                return self._take(slot, context)
+            except _PutRefused as error:
+                self._refuse(context, error.refusal)
+            except (WireError, grpc.RpcError) as error:
+                if slot.ended is not None:
+                    why = f"the upload was ended: {slot.ended.value}"
+                    abort_with(context, Reason.UPLOAD_SILENT, why, self._metadata())
+                if not isinstance(error, WireError):  # The caller has left.
+                    error = CodecError("the upload broke off before its header")
+                abort_with(context, REASON_OF_ERROR[type(error)], str(error), self._metadata())
+
+    def _take(
+        self, parts: Iterator[Part], context: grpc.ServicerContext
+    ) -> tensor_pb2.PutMicroBatchResponse:
         first = next(parts, None)
         shared = (
             isinstance(first, tensor_pb2.PutMicroBatchRequest)
@@ -825,17 +847,10 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         )
         if first is not None:
             parts = itertools.chain((first,), parts)
-        try:
-            response = self._receiver.take(parts, context.is_active)
-            if response.stored and not response.duplicate:
-                self._on_put("shared-memory" if shared else "stream", response.received_bytes)
-            return response
-        except _PutRefused as error:
-            self._refuse(context, error.refusal)
-        except WireError as error:
-            abort_with(context, REASON_OF_ERROR[type(error)], str(error), self._metadata())
-        finally:
-            self._uploads.release()
+        response = self._receiver.take(parts, context.is_active)
+        if response.stored and not response.duplicate:
+            self._on_put("shared-memory" if shared else "stream", response.received_bytes)
+        return response
 
 
 def _exported(

@@ -22,6 +22,7 @@ from prestage.operation.addresses import check_free
 from prestage.protocol import Reason
 from prestage.wire.channel import ServerGuard, bind, make_server
 from prestage.wire.errors import abort_with
+from prestage.wire.stream_slots import StreamGate, StreamSlots
 
 SERVICE: Final = "prestage.admin.v1.OrchestratorAdmin"
 CHANNELZ: Final = "grpc.channelz.v1.Channelz"
@@ -140,7 +141,9 @@ class AdminServer:
     ) -> None:
         """Binds at once. `guard`: certificates and tokens. Raises `AddressError`."""
         check_free(flag, address)
-        self._server = make_server(THREADS, name="admin", guard=guard)
+        # Streams of requests (reflection) get two of the threads at most: health has the others.
+        gate = StreamGate(StreamSlots(2))
+        self._server = make_server(THREADS, name="admin", guard=guard, interceptors=(gate,))
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         pb_grpc.add_OrchestratorAdminServicer_to_server(_Admin(view, control, stop), self._server)

@@ -141,7 +141,8 @@ def test_the_admin_port_answers_stock_health_reflection_and_channelz(admin: Serv
         servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers(
             channelz_pb2.GetServersRequest(start_server_id=0), timeout=10
         )
-        assert servers.server[0].data.calls_started >= 1
+        # Of this process's servers, which other tests may have left some of.
+        assert any(server.data.calls_started >= 1 for server in servers.server)
         admin.server.set_serving(False)
         assert checked(channel) == NOT_SERVING
 

@@ -323,7 +323,7 @@ def test_parameters_that_moved_without_a_version_are_suspect() -> None:
 
 def test_r29_control_never_waits_for_uploads() -> None:
     """Puts that wait for room take threads, but never all of them."""
-    with served(store_memory_bytes=100) as server:
+    with served(store_memory_bytes=512) as server:
         driver = Driver(address=address_of(server))
         driver.open()
         driver.call(Call.COMPILE)

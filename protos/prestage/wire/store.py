@@ -97,9 +97,14 @@ class MicroBatchStore:
         """Make room, or find the upload that broke off. False: the micro-batch is there already.
 
         Waits while the store is full or another put of it is being checked. Raises `LimitError`
-        after `wait_s`, `SupersededError` when the caller left (`wanted`), and `CodecError` for
-        another upload under the same ref.
+        after `wait_s`, or at once for more than the store can ever hold; `SupersededError` when the
+        caller left (`wanted`), and `CodecError` for another upload under the same ref.
         """
+        if size > self._limit:
+            raise LimitError(
+                f"micro-batch {ref} takes {size} bytes; this worker keeps at most {self._limit}"
+                " (--store_memory_bytes)"
+            )
         give_up_s = time.monotonic() + wait_s
         with self._changed:
             waited = False
@@ -200,10 +205,14 @@ class MicroBatchStore:
             for old in sorted(self._entries):
                 if self._used + total <= self._limit:
                     break
-                if (old.step, old.index) < needed and self._entries[old].stage is _Stage.READY:
+                at, stage = (old.step, old.index), self._entries[old].stage
+                trained = at < needed and stage is _Stage.READY
+                # Broken uploads of other content under the same id: the newest is meant.
+                rival = is_next and at == place and stage is _Stage.RECEIVING
+                if trained or rival:
                     self._drop(old)
                     self._evicted += 1
-        if is_next:
+        if is_next and self._used <= self._limit:
             return True  # At most one micro-batch over the limit.
         return self._used + total <= self._limit and len(self._entries) < _MAX_ENTRIES
 
