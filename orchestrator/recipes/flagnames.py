@@ -55,6 +55,7 @@ WORKER: Final = MappingProxyType(
         "preset": "preset",
         "state_dir": "state_dir",
         "checkpoint_dir": "checkpoint_dir",
+        "compile_budget_s": "compile_budget_s",
         "max_inflight": "max_inflight",
         "staging_memory_bytes": "staging_memory_bytes",
         "store_memory_bytes": "store_memory_bytes",

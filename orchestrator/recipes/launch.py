@@ -165,6 +165,8 @@ def worker_program(s: Settings, site: Site) -> Program:
         _flag(WORKER, "listen", site.worker_listen),
         _flag(WORKER, "health_listen", status),
         *_serving(WORKER, site, s, "worker", WORKER_PROBE_PORT, WORKER_METRICS_PORT),
+        # Its probes and its watchdog give a compile as long as the startup probe does.
+        _flag(WORKER, "compile_budget_s", s.number("compile_budget_s")),
         _flag(WORKER, "state_dir", f"{site.state_dir}/worker"),
         _flag(WORKER, "engine", s.text("engine")),
     ]
