@@ -21,6 +21,7 @@ from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, StepSource
 from orchestrator.flags import OrchestratorConfig
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock, Observer
@@ -173,8 +174,8 @@ def _run(
         progress(book, step)
         metrics.on_step(book, step)
         operation.board.closed(book.get(step))
-        if plan.checkpoint_every and intake is not None:
-            _let_go(source, client)
+        if plan.checkpoint_every:
+            _note_durable(client, metrics, source if intake is not None else None)
 
     compiles = _CompileCount(client)
     try:
@@ -225,12 +226,18 @@ def _run(
     return result
 
 
-def _let_go(source: StepSource, client: TrainerClient) -> None:
-    """Tell the source what a durable checkpoint covers. A worker that is away is asked next time."""
+def _note_durable(
+    client: TrainerClient, metrics: OrchestratorMetrics, source: StepSource | None
+) -> None:
+    """Tell who wants to know what a durable checkpoint covers. A worker that is away is asked next
+    time.
+    """
     with contextlib.suppress(grpc.RpcError):
         durable, _ = client.durability()
         if durable > 0:
-            source.step_durable(durable)
+            metrics.durable(durable)
+            if source is not None:
+                source.step_durable(durable)
 
 
 def last_checkpoint(steps_closed: int, plan: RunPlan) -> int:

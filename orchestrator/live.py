@@ -18,9 +18,11 @@ from orchestrator.groups import GroupPolicy, ZeroSpread
 from orchestrator.ingest.board import PolicyBoard
 from orchestrator.ingest.flags import LiveFlags
 from orchestrator.ingest.limits import IngestLimits
+from orchestrator.ingest.metrics import LiveReading
 from orchestrator.ingest.server import IngestServer
 from orchestrator.journal.config import LiveConfig
 from orchestrator.journal.errors import JournalError
+from orchestrator.journal.log import COMMIT_BUCKETS
 from orchestrator.journal.open import LiveRun, open_live
 from orchestrator.packing import PackingConfig
 from orchestrator.ports import Answer
@@ -39,11 +41,21 @@ log = logging.getLogger("prestage.orchestrator")
 class LiveIntake:
     """The rollouts of one live run. `open` is its `SourceFactory`."""
 
-    def __init__(self, flags: LiveFlags, guard: ServerGuard | None = None) -> None:
-        """`guard`: certificates and tokens of the service; None = none."""
+    def __init__(
+        self,
+        flags: LiveFlags,
+        guard: ServerGuard | None = None,
+        on_refused: Callable[[str, str], None] = lambda service, reason: None,
+    ) -> None:
+        """`guard`: certificates and tokens of the service; None = none. `on_refused`: hears the
+        service and the reason of every stream that the service ended.
+        """
         self._flags = flags
         self._guard = guard
+        self._on_refused = on_refused
         self._run: LiveRun | None = None
+        self._config: LiveConfig | None = None
+        self._step = self._version = 0
         self._server: IngestServer | None = None
         self._sync_every = 0
         self._training = False
@@ -57,10 +69,11 @@ class LiveIntake:
         Raises `SourceError` (the journal), `AddressError` (the address).
         """
         try:
-            run = open_live(live_config(config, self._flags, vocab_size), reserve=reserve)
+            settings = live_config(config, self._flags, vocab_size)
+            run = open_live(settings, reserve=reserve)
         except (JournalError, RolloutError, ValueError) as error:
             raise SourceError(f"--journal_dir {self._flags.journal_dir}: {error}") from error
-        self._run = run
+        self._run, self._config = run, settings
         self._sync_every = config.plan.weight_sync_every
         self._server = IngestServer(
             run.log,
@@ -69,12 +82,42 @@ class LiveIntake:
             board=self.board,
             limits=IngestLimits(max_producers=self._flags.max_producers),
             guard=self._guard,
+            on_refused=self._on_refused,
         )
         self._server.start()
         return run.source, RunShape(
             rows=config.rows,
             tokens_per_row=config.tokens_per_row,
             fields=tuple(sorted(run.fields.names)),
+        )
+
+    def read(self) -> LiveReading | None:
+        """For metrics; None while nothing is open."""
+        run, server, config = self._run, self._server, self._config
+        if run is None or server is None or config is None:
+            return None
+        counts, gauges, counters = server.counts(), run.log.gauges(), run.log.counters
+        ledger = run.source.ledger()
+        oldest = None if self._step < 1 else run.source.oldest_policy_version(self._step - 1)
+        return LiveReading(
+            accepted_tokens=ledger.tokens_in,
+            dropped_tokens={reason.value: drop.tokens for reason, drop in ledger.dropped.items()},
+            queue_depth=run.source.waiting_groups(),
+            formed_groups=gauges.formed_groups,
+            queue_bytes=gauges.pending_bytes,
+            queue_budget_bytes=config.pending_bytes,
+            incomplete_groups=gauges.open_groups,
+            producers=counts.producers,
+            producer_wait_seconds=counts.wait_seconds,
+            journal_lag_seconds=counts.lag_seconds,
+            journal_bytes=gauges.held_bytes,
+            journal_budget_bytes=config.budget_bytes,
+            commit_bounds=COMMIT_BUCKETS,
+            commit_buckets=tuple(counters.commit_buckets),
+            commits=counters.commits,
+            commit_seconds=counters.commit_seconds,
+            # Its update made the newest version: it was trained with the one before.
+            policy_lag_updates=None if oldest is None else max(0, self._version - 1 - oldest),
         )
 
     def stop(self, *, finished: bool) -> None:
@@ -104,6 +147,7 @@ class LiveIntake:
     def on_state(self, state: BoundaryState) -> None:
         """Without weight syncs, samplers read the weights by other ways: tell every update."""
         step, train_step = state.mirror.step, state.mirror.train_step
+        self._step, self._version = step, train_step
         if not self._sync_every:
             self.board.publish(train_step)
         elif not self._training:

@@ -86,7 +86,10 @@ def _train(argv: Sequence[str]) -> int:
         hear_signals(operation.ending.begin)
         with operation:
             try:
-                intake = None if config.live is None else LiveIntake(config.live, operation.guard())
+                intake = None
+                if config.live is not None:
+                    intake = LiveIntake(config.live, operation.guard(), operation.metrics.refused)
+                    operation.metrics.live.watch(intake.read)
                 make_source = recorded_source if intake is None else intake.open
                 result = application.run(config, make_source, operation, intake)
             except Exception as error:  # Whatever a run that is being stopped ends with.

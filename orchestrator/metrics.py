@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from orchestrator.boundary import BoundaryState
 from orchestrator.calls import Lost, Note, NoteKind, Refused
 from orchestrator.feeder import FeederCounters
+from orchestrator.ingest.metrics import LiveMetrics
 from orchestrator.ports import Answer
 from orchestrator.steps import StepBook, StepRecord
 from prestage.operation.security_metrics import SecurityMetrics
@@ -30,8 +31,14 @@ class _Read(Collector):
 
     def __init__(self) -> None:
         self.probe_restarts: Callable[[], int] = lambda: 0
+        self.data_wait_s: Callable[[], float] = lambda: 0.0
 
     def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "prestage_data_wait_seconds",
+            "Seconds that the run had nothing to send until a micro-batch came.",
+            value=self.data_wait_s(),
+        )
         yield CounterMetricFamily(
             "prestage_probe_restarts",
             "Times that the process which answers probes was started again.",
@@ -117,6 +124,12 @@ class OrchestratorMetrics:
             registry=r,
         )
         self._allowance.set(math.inf)
+        self._durable_step = Gauge(
+            "prestage_durable_step",
+            "Newest step that a durable checkpoint covers; -1 when none.",
+            registry=r,
+        )
+        self._durable_step.set(-1)
         self._refusals = Counter(
             "prestage_refusals",
             "Requests that the orchestrator's own services refused, by service and reason.",
@@ -124,6 +137,8 @@ class OrchestratorMetrics:
             registry=r,
         )
         self.security = SecurityMetrics("prestage", r)
+        self.live = LiveMetrics()
+        r.register(self.live)
         self._liveness = _Read()
         r.register(self._liveness)
         self._dropped_seen: dict[str, int] = {}
@@ -142,6 +157,14 @@ class OrchestratorMetrics:
         self._age.set_function(age_s)
         self._allowance.set_function(allowance_s)
         self._liveness.probe_restarts = probe_restarts
+
+    def watch_data_wait(self, seconds: Callable[[], float]) -> None:
+        """Where the time without anything to send is read."""
+        self._liveness.data_wait_s = seconds
+
+    def durable(self, step: int) -> None:
+        """A checkpoint that covers this step is durable."""
+        self._durable_step.set(step)
 
     def refused(self, service: str, reason: str) -> None:
         """A service of the orchestrator refused a request. Its full name, or the last part."""

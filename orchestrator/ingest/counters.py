@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,7 +40,8 @@ class IngestCounts:
 class IngestCounters:
     """Adds up."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: Callable[[RolloutReason], None] = lambda reason: None) -> None:
+        self._on_refused = on_refused
         self._lock = threading.Lock()
         self._producers = 0
         self._watchers = 0
@@ -64,6 +65,7 @@ class IngestCounters:
     def refused(self, reason: RolloutReason) -> None:
         with self._lock:
             self._refusals[reason.value] += 1
+        self._on_refused(reason)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ handshake are ended by gRPC.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import grpc
@@ -40,12 +41,16 @@ class IngestServer:
         board: PolicyBoard | None = None,
         limits: IngestLimits | None = None,
         guard: ServerGuard | None = None,
+        on_refused: Callable[[str, str], None] = lambda service, reason: None,
     ) -> None:
-        """Binds `listen` (unix:///path or host:port). Raises `AddressError`."""
+        """Binds `listen` (unix:///path or host:port). Raises `AddressError`.
+
+        `on_refused`: hears the service and the reason of every stream that it ended.
+        """
         limits = limits or IngestLimits()
         self._limits = limits
         self.board = board or PolicyBoard()
-        self._counters = IngestCounters()
+        self._counters = IngestCounters(lambda reason: on_refused(SERVICE, reason.value))
         self._streams = Streams(
             rollout_log,
             run_id=run_id,

@@ -45,6 +45,7 @@ class Operation:
         self.board = RunBoard(self.control, budgets=budgets)
         self.clock = ControlledClock(self.control)
         self.metrics = OrchestratorMetrics()
+        self.metrics.watch_data_wait(lambda: self.board.data_wait_seconds)
         self.ending = Ending(
             self.control,
             grace_s=self._config.process.grace_s,
