@@ -28,6 +28,15 @@ from orchestrator.ports import Answer, Clock, Observer
 from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, RunFailed, Runner
+from orchestrator.score_client import ScoreClient
+from orchestrator.scoring_parts import (
+    check_scoring,
+    evaluation,
+    evaluation_set,
+    packs_into,
+    scoring_hook,
+    trained_shape,
+)
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
@@ -158,12 +167,19 @@ def _run(
     plane = open_plane(channel, probe.capabilities, shared_memory_bytes=config.shared_memory_bytes)
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
-    source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
+    check_scoring(config, able)
+    vocab_size = config.vocab_size or able.vocab_size
+    evaluated = evaluation_set(config, vocab_size)
+    source, shape = make_source(config, vocab_size, packs_into(config, plane.reserve))
+    shape = trained_shape(config, shape)
     check_shape(able, shape)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
-    client = TrainerClient(channel, run_id=config.run_id, shape=shape)
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
-    feeder = Feeder(source, sender)
+    scorer = ScoreClient(channel, sender, config.run_id, lambda: client.epoch)
+    client = TrainerClient(
+        channel, run_id=config.run_id, shape=shape, evaluator=evaluation(evaluated, scorer)
+    )
+    feeder = Feeder(source, sender, score=scoring_hook(config, source, scorer, plane.reserve))
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
     metrics = operation.metrics

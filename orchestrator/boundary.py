@@ -598,6 +598,9 @@ def _accumulating(state: BoundaryState) -> tuple[BoundaryState, Action]:
             return _send(state, Send(call=Call.ABORT_STEP))
     if state.packing < step:
         return _local(state, LocalKind.PACK, step)
+    if state.plan.trainer_logprobs and state.scored < step:
+        # Taken up within a step: its weights are those that it began with.
+        return _local(state, LocalKind.SCORE, step)
     return _train(state, step, state.mirror.micro_step)
 
 

@@ -26,11 +26,11 @@ from prestage.wire.errors import Refusal, classify
 log = logging.getLogger("prestage.feeder")
 
 
-_PASSING: Final = (Reason.DRAINING, Reason.STARTING, Reason.TOO_MANY_UPLOADS)
+PASSING: Final = (Reason.DRAINING, Reason.STARTING, Reason.TOO_MANY_UPLOADS)
 """Refusals that another worker process, or the same one later, will not give."""
 
 
-_ITS_STATE: Final = (
+ITS_STATE: Final = (
     Reason.STALE_INCARNATION,
     Reason.STALE_EPOCH,
     Reason.NO_RUN,
@@ -41,6 +41,14 @@ _ITS_STATE: Final = (
 
 class SourceError(Exception):
     """The source cannot give a step; the message says why and what to do."""
+
+
+class WorkerRefused(Exception):
+    """The worker refused because of its state, which only the runner's calls can settle."""
+
+
+class NotWanted(Exception):
+    """What was being made for a step is not asked for any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +108,11 @@ class Feeder:
         source: StepSource,
         sender: PutPort,
         *,
-        score: Callable[[StepFeed], StepFeed] | None = None,
+        score: Callable[[StepFeed, Callable[[], bool]], StepFeed] | None = None,
         unreachable_s: float = 120.0,
     ) -> None:
+        """`score`: completes a step's feed once its weights are in place; takes whether that is
+        still wanted. Raises `NotWanted`, `WorkerRefused`, `SourceError`."""
         self._source = source
         self._sender = sender
         self._score = score
@@ -112,7 +122,8 @@ class Feeder:
         self._generation = 0
         self._summaries: dict[int, StepSummary] = {}
         self._stopped = threading.Event()
-        self._scored = threading.Event()
+        self._score_allowed = -1  # The newest step whose weights are in place, of this worker.
+        self._allowed = threading.Condition()
         self.counters = FeederCounters()
         self._thread = threading.Thread(target=self._serve, name="feeder", daemon=True)
         self._thread.start()
@@ -129,8 +140,9 @@ class Feeder:
             return None
 
     def score_step(self, step: int) -> None:
-        del step
-        self._scored.set()
+        with self._allowed:
+            self._score_allowed = step
+            self._allowed.notify_all()
 
     def step_closed(self, step: int) -> None:
         for old in [known for known in self._summaries if known < step - 64]:
@@ -139,6 +151,7 @@ class Feeder:
     def forget_worker(self) -> None:
         """What is being put belongs to the worker's former process: stop it."""
         self._generation += 1
+        self._score_allowed = -1  # Another process holds other weights until it is restored.
         while self.next_event(0.0) is not None:
             pass
 
@@ -165,6 +178,10 @@ class Feeder:
                 self._feed(generation, step)
             except SourceError as error:
                 self._post(generation, GaveUp(why=str(error)))
+            except WorkerRefused as error:
+                self._post(generation, PutRefused(why=str(error)))
+            except NotWanted as error:
+                log.info("%s", error)
             except Exception as error:  # A bug here must end the run, not starve it.
                 log.exception("the feeder failed at step %d", step)
                 self._post(
@@ -185,12 +202,9 @@ class Feeder:
             return
         self._summaries[step] = feed.summary
         if self._score is not None:
-            # The weights that score this step exist once the runner has closed the one before.
-            while not self._scored.wait(timeout=0.2):
-                if generation != self._generation:
-                    return
-            self._scored.clear()
-            feed = self._score(feed)
+            if not self._may_score(generation, step):
+                return
+            feed = self._score(feed, lambda: generation == self._generation)
         count = feed.summary.micro_batches
         for index, batch in enumerate(feed.micro_batches):
             if not self._put(generation, batch):
@@ -200,6 +214,17 @@ class Feeder:
                 generation,
                 Ready(step=step, index=index, digest=batch.digest, last=index == count - 1),
             )
+
+    def _may_score(self, generation: int, step: int) -> bool:
+        """Wait until the step's weights are in place. False: something else is asked for now.
+
+        They are once the runner has closed the step before and synced its weights.
+        """
+        while generation == self._generation and self._jobs.empty():
+            with self._allowed:
+                if self._allowed.wait_for(lambda: self._score_allowed >= step, timeout=0.2):
+                    return True
+        return False
 
     def _put(self, generation: int, batch: MicroBatch) -> bool:
         """Put one micro-batch, again and again when the transport fails. False: not wanted now."""
@@ -211,7 +236,7 @@ class Feeder:
                 return True
             except grpc.RpcError as error:
                 outcome = classify(error)
-                if isinstance(outcome, Refusal) and outcome.reason not in _PASSING:
+                if isinstance(outcome, Refusal) and outcome.reason not in PASSING:
                     return self._refused(generation, batch, outcome)
                 self.counters.put_retries += 1
                 if attempt == 0:
@@ -224,7 +249,7 @@ class Feeder:
         return False
 
     def _refused(self, generation: int, batch: MicroBatch, refusal: Refusal) -> bool:
-        if refusal.reason in _ITS_STATE:
+        if refusal.reason in ITS_STATE:
             # The runner asks: it may be waiting for these very bytes and have no call to make.
             why = f"put of micro-batch {batch.id} was refused: {refusal.message}"
             self._post(generation, PutRefused(why=why))

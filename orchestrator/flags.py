@@ -111,6 +111,16 @@ ZERO_GAP = define_strict_bool(
 )
 CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 0, "Steps; 0 = never.")
 SYNC_EVERY = flags.DEFINE_integer("weight_sync_every", 0, "Steps; 0 = never.")
+EVAL_EVERY = flags.DEFINE_integer("eval_every", 0, "Steps between evaluations; 0 = never.")
+EVAL_ROLLOUTS = flags.DEFINE_string(
+    "eval_rollouts", "", "Recorded rollouts that evaluations score, a Parquet file."
+)
+SCORES_DIR = flags.DEFINE_string(
+    "scores_dir",
+    "",
+    "Folder for trainer-computed old log-probs, so that another process can go on within a rollout"
+    " batch; default: in --journal_dir, else none.",
+)
 VAL_START = flags.DEFINE_integer(
     "val_start_step", 0, "Checkpoints from this step (from 1) are scored: not staged; 0 = none."
 )
@@ -160,6 +170,8 @@ class OrchestratorConfig:
     progress: bool
     live: LiveFlags | None = None  # Where rollouts come in; None: a recorded run.
     shared_memory_bytes: int = 0
+    eval_rollouts: Path | None = None  # With plan.eval_every.
+    scores_dir: Path | None = None  # Keeps trainer-computed old log-probs of a rollout batch.
     notes: tuple[str, ...] = ()
 
 
@@ -220,6 +232,29 @@ def _intake() -> tuple[Path | None, LiveFlags | None]:
     return rollouts, None
 
 
+def _scores_dir(live: LiveFlags | None) -> Path | None:
+    if SCORES_DIR.value:
+        return Path(SCORES_DIR.value)
+    return None if live is None else live.journal_dir / "scores"
+
+
+def _eval_rollouts() -> Path | None:
+    """What evaluations read; None without any. Raises `ConfigError`."""
+    every = _positive("eval_every", EVAL_EVERY.value, 0)
+    if bool(every) != bool(EVAL_ROLLOUTS.value):
+        have, lack = ("eval_every", "eval_rollouts") if every else ("eval_rollouts", "eval_every")
+        raise ConfigError(
+            f"--{have} is set without --{lack}: an evaluation needs both, the recorded rollouts and"
+            f" how often; give --{lack}, or drop --{have}"
+        )
+    if not every:
+        return None
+    path = Path(EVAL_ROLLOUTS.value or "")
+    if not path.is_file():
+        raise ConfigError(f"--eval_rollouts {path} is no file")
+    return path
+
+
 def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
     """Build the config. Raises `ConfigError` or `ValueError` naming the flag."""
     if not TRAINER.value:
@@ -232,11 +267,7 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         check_run_id(RUN_ID.value or "")
     except CodecError as error:
         raise ConfigError(f"--{error}") from error
-    if OLD_LOGPROBS.value == "trainer":
-        raise ConfigError(
-            "--old_logprobs=trainer: the trainer's own scoring pass is not connected to the feeder"
-            " yet; use current or sampler"
-        )
+    eval_rollouts = _eval_rollouts()
     pipeline, staging, notes = _switches(environment)
     try:
         plan = RunPlan(
@@ -247,6 +278,7 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
             dispatch_before_metrics=bool(ZERO_GAP.value),
             checkpoint_every=CHECKPOINT_EVERY.value,
             weight_sync_every=SYNC_EVERY.value,
+            eval_every=EVAL_EVERY.value,
             val_start_step=VAL_START.value,
             trainer_logprobs=OLD_LOGPROBS.value == "trainer",
             latch_after=LATCH_AFTER.value,
@@ -278,5 +310,7 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         result_file=Path(RESULT.value) if RESULT.value else None,
         progress=bool(PROGRESS.value),
         shared_memory_bytes=SHARED_MEMORY.value,
+        eval_rollouts=eval_rollouts,
+        scores_dir=_scores_dir(live),
         notes=notes,
     )

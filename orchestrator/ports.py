@@ -83,7 +83,10 @@ class FeederPort(Protocol):
         ...
 
     def score_step(self, step: int) -> None:
-        """Compute the trainer's old log-probs of a step; blocks. Its `Ready` events follow."""
+        """The step's weights are in place: its old log-probs may be computed; returns at once.
+
+        The step's `Ready` events follow once it is scored.
+        """
         ...
 
     def step_closed(self, step: int) -> None:

@@ -8,6 +8,8 @@ from typing import Final
 from orchestrator.steps import StepRecord
 
 FORWARD_METRIC: Final = "sampler_is/token_logdiff_absmean"
+EVALUATION: Final = "eval/"
+"""What the names of an evaluation's metrics begin with."""
 _COLUMNS: Final = (
     "step",
     "seconds",
@@ -91,9 +93,29 @@ def skipped_line(record: StepRecord) -> str | None:
     return f"step {record.step}: its update was skipped, as its summed denominator is 0"
 
 
+def evaluation_line(record: StepRecord) -> str | None:
+    """The line of a step whose weights were evaluated; None for every other."""
+    values = {
+        name.removeprefix(EVALUATION): value
+        for name, value in record.metrics.items()
+        if name.startswith(EVALUATION)
+    }
+    if not values:
+        return None
+    tokens = values.pop("tokens", 0.0)
+    means = "".join(f" {name} {value:.6g}" for name, value in sorted(values.items()))
+    return f"[eval] after step {record.step}:{means} over {tokens:.0f} tokens"
+
+
 def lines_of(record: StepRecord) -> list[str]:
-    """The ruler line and, where they apply, those of a staged boundary, a retry and a skip."""
+    """The ruler line and, where they apply, those of a staged boundary, an evaluation, a retry and
+    a skip."""
     if not record.micro_steps:
         return [f"step {record.step}: an earlier process of this run trained and closed it"]
-    more = (staged_line(record), retry_line(record), skipped_line(record))
+    more = (
+        staged_line(record),
+        evaluation_line(record),
+        retry_line(record),
+        skipped_line(record),
+    )
     return [record.ruler_line(), *(line for line in more if line is not None)]

@@ -108,7 +108,7 @@ class StepBook:
             replace(
                 record,
                 train_step=facts.train_step if facts.train_step >= 0 else record.train_step,
-                applied=facts.applied,
+                applied=facts.applied if facts.train_step >= 0 else record.applied,
                 metrics={**record.metrics, **facts.values},
                 boundary_idle_seconds=_known(
                     facts.boundary_idle_seconds, record.boundary_idle_seconds

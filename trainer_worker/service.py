@@ -110,6 +110,9 @@ class StorePort:
         except DamagedError as error:
             raise BatchDamaged(str(error)) from error
 
+    def release(self, ref: BatchRef) -> None:
+        self._store.release(ref)
+
     def release_before(self, step: int) -> None:
         self._store.release_before(step)
 
@@ -635,48 +638,52 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
     def ComputeLogprobs(
         self, request: pb.ComputeLogprobsRequest, context: grpc.ServicerContext
     ) -> pb.ComputeLogprobsResponse:
-        scored = self._score(
-            context, request.run_id, request.epoch, request.batch, Call.COMPUTE_LOGPROBS
-        )
+        scored, train_step = self._score(context, request, Call.COMPUTE_LOGPROBS)
         assert isinstance(scored, ScoreResult)
         rows, tokens = scored.logprobs.shape
         return pb.ComputeLogprobsResponse(
-            logprobs=scored.logprobs.astype("<f4").tobytes(), rows=rows, tokens_per_row=tokens
+            logprobs=scored.logprobs.astype("<f4").tobytes(),
+            rows=rows,
+            tokens_per_row=tokens,
+            train_step=train_step,
         )
 
     def Evaluate(
         self, request: pb.EvaluateRequest, context: grpc.ServicerContext
     ) -> pb.EvaluateResponse:
-        values = self._score(context, request.run_id, request.epoch, request.batch, Call.EVALUATE)
+        values, train_step = self._score(context, request, Call.EVALUATE)
         assert not isinstance(values, ScoreResult)
-        return pb.EvaluateResponse(values=dict(values))
+        return pb.EvaluateResponse(values=dict(values), train_step=train_step)
 
     def _score(
         self,
         context: grpc.ServicerContext,
-        run_id: str,
-        epoch: int,
-        batch: pb.BatchRef,
+        request: pb.ComputeLogprobsRequest | pb.EvaluateRequest,
         call: Call,
-    ) -> ScoreResult | dict[str, float]:
-        ref = self._batch(context, batch)
-        outcome = self._run(
-            context, call.value, lambda: self._traced_score(run_id, epoch, ref, call)
+    ) -> tuple[ScoreResult | Mapping[str, float], int]:
+        """What the weights say of a micro-batch, and their policy version."""
+        ref = self._batch(context, request.batch)
+        outcome, train_step = self._run(
+            context,
+            call.value,
+            lambda: self._traced_score(
+                request.run_id, request.epoch, ref, call, release=request.release
+            ),
         )
         if isinstance(outcome, Refusal):
             self._refuse(context, outcome)
-        return outcome if isinstance(outcome, ScoreResult) else dict(outcome)
+        return outcome, train_step
 
     def _traced_score(
-        self, run_id: str, epoch: int, ref: BatchRef, call: Call
-    ) -> ScoreResult | Mapping[str, float] | Refusal:
+        self, run_id: str, epoch: int, ref: BatchRef, call: Call, *, release: bool
+    ) -> tuple[ScoreResult | Mapping[str, float] | Refusal, int]:
         before = self._worker.snapshot().session
         started_s = self._clock.now()
-        outcome = self._worker.score(run_id, epoch, ref, call)
+        outcome = self._worker.score(run_id, epoch, ref, call, release=release)
         key = CallKey(run_id=run_id, incarnation=before.incarnation, epoch=epoch, seq=0)
         result = outcome.reason.value if isinstance(outcome, Refusal) else "ok"
         self._write_trace(key, Request(call=call, batch=ref), result, before, started_s)
-        return outcome
+        return outcome, before.step.train_step
 
     # -- checkpoints and weights ------------------------------------------------------------------
 
@@ -794,7 +801,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
         able = self._worker.parts.training.capabilities
         check_values(batch, vocab_size=able.vocab_size, num_experts=able.num_experts)
         missing = sorted(set(able.required_fields) - set(batch.arrays))
-        if missing:
+        if missing and not able.can_score:  # It may be put to be scored: a fwd_bwd is refused.
             raise InvalidTensor(
                 f"micro-batch {batch.id}: field {missing[0]!r} is missing; engine {able.engine}"
                 " insists on it"

@@ -67,6 +67,10 @@ class BatchStore(Protocol):
         """The verified micro-batch. Raises `BatchMissing`, `BatchDamaged`."""
         ...
 
+    def release(self, ref: BatchRef) -> None:
+        """Drop the bytes of one micro-batch, if they are there."""
+        ...
+
     def release_before(self, step: int) -> None:
         """Drop the bytes of every step before `step`."""
         ...
@@ -300,9 +304,13 @@ class Worker:
         return result
 
     def score(
-        self, run_id: str, epoch: int, ref: BatchRef, call: Call
+        self, run_id: str, epoch: int, ref: BatchRef, call: Call, *, release: bool = False
     ) -> ScoreResult | Mapping[str, float] | Refusal:
-        """ComputeLogprobs and Evaluate: leave accumulation and staged input untouched."""
+        """ComputeLogprobs and Evaluate: leave accumulation and staged input untouched.
+
+        The micro-batch need not have the fields that training takes: the engine judges it. With
+        `release` its bytes are let go once it is answered.
+        """
         self._take_late_failures()
         request = Request(call=call, batch=ref)
         refusal = sessions.fence(self._session, run_id=run_id, epoch=epoch) or check(
@@ -316,17 +324,22 @@ class Worker:
             )
         if not self._session.compiled:
             return self._refuse(Reason.NOT_COMPILED, f"{call.value} before compile")
-        batch = self._fetch(ref)
+        batch = self._stored(ref)
         if isinstance(batch, Refusal):
             return batch
+        answer: ScoreResult | Mapping[str, float]
         try:
             if call is Call.EVALUATE:
-                return self._parts.scoring.evaluate(batch)
-            return self._parts.scoring.compute_logprobs(batch)
+                answer = self._parts.scoring.evaluate(batch)
+            else:
+                answer = self._parts.scoring.compute_logprobs(batch)
         except InvalidBatch as error:
             return self._refuse(Reason.INVALID_BATCH, str(error))
         except Exception as error:
             return self._read_failed(f"{call.value} of {ref}", error)
+        if release:
+            self._store.release(ref)
+        return answer
 
     def parameter_digest(self) -> str | Refusal:
         """Waits for the device."""
@@ -413,13 +426,18 @@ class Worker:
         self._become(replace(sessions.failed(session, result, failing), step=step))
         return result
 
-    def _fetch(self, ref: BatchRef) -> MicroBatch | Refusal:
+    def _stored(self, ref: BatchRef) -> MicroBatch | Refusal:
         try:
-            batch = self._store.get(ref)
+            return self._store.get(ref)
         except BatchMissing as error:
             return self._refuse(Reason.MICRO_BATCH_MISSING, str(error))
         except BatchDamaged as error:
             return self._refuse(Reason.DIGEST_MISMATCH, str(error))
+
+    def _fetch(self, ref: BatchRef) -> MicroBatch | Refusal:
+        batch = self._stored(ref)
+        if isinstance(batch, Refusal):
+            return batch
         try:
             self._engine.check(batch)
         except InvalidBatch as error:

@@ -328,6 +328,9 @@ def test_e10_ten_thousand_steps_keep_memory_flat() -> None:
 
             return made[0] if made else made.append(make_batch(SHAPE, "run", 0, 0)) or made[0]
 
+        def release(self, ref: BatchRef) -> None:
+            del ref
+
         def release_before(self, step: int) -> None:
             del step
 

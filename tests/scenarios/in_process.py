@@ -61,6 +61,9 @@ class Store:
             raise BatchMissing(f"{ref} is not here")
         return self.batches[ref]
 
+    def release(self, ref: BatchRef) -> None:
+        self.batches.pop(ref, None)
+
     def release_before(self, step: int) -> None:
         self.batches = {ref: item for ref, item in self.batches.items() if ref.step >= step}
 

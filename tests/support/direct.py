@@ -41,6 +41,9 @@ class DirectStore:
             raise BatchMissing(str(ref))
         return self.batches[ref]
 
+    def release(self, ref: BatchRef) -> None:
+        self.batches.pop(ref, None)
+
     def release_before(self, step: int) -> None:
         for ref in [ref for ref in self.batches if ref.step < step]:
             del self.batches[ref]

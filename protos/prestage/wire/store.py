@@ -243,6 +243,13 @@ class MicroBatchStore:
             raise MissingError(f"micro-batch {ref} was refused when it was put: {why}")
         raise MissingError(f"micro-batch {ref} was not put (or its step closed): put it first")
 
+    def release(self, ref: BatchRef) -> None:
+        """Drop one micro-batch that is ready; nothing where there is none."""
+        with self._changed:
+            entry = self._entries.get(ref)
+            if entry is not None and entry.stage is _Stage.READY:
+                self._drop(ref)
+
     def release_before(self, step: int) -> None:
         """Drop every step before `step`."""
         with self._changed:

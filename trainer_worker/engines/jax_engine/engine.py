@@ -199,18 +199,27 @@ class JaxEngine:
 
     def check(self, batch: MicroBatch) -> None:
         name, spec = f"micro-batch {batch.id}", self._spec
-        if spec is not None:
-            if (batch.rows, batch.tokens_per_row) != (spec.rows, spec.tokens_per_row):
-                raise InvalidBatch(
-                    f"{name} is [{batch.rows}, {batch.tokens_per_row}]; the engine is compiled for"
-                    f" [{spec.rows}, {spec.tokens_per_row}]: pack for that shape or compile again"
-                )
-            if sorted(batch.arrays) != sorted(spec.fields):
-                raise InvalidBatch(
-                    f"{name} has the fields {sorted(batch.arrays)}; the engine is compiled for"
-                    f" {sorted(spec.fields)}"
-                )
+        self._check_shape(batch)
+        if spec is not None and sorted(batch.arrays) != sorted(spec.fields):
+            raise InvalidBatch(
+                f"{name} has the fields {sorted(batch.arrays)}; the engine is compiled for"
+                f" {sorted(spec.fields)}"
+            )
         self._check_fields(name, batch.arrays)
+        self._check_content(batch)
+
+    def _check_shape(self, batch: MicroBatch) -> None:
+        spec = self._spec
+        if spec is None or (batch.rows, batch.tokens_per_row) == (spec.rows, spec.tokens_per_row):
+            return
+        raise InvalidBatch(
+            f"micro-batch {batch.id} is [{batch.rows}, {batch.tokens_per_row}]; the engine is"
+            f" compiled for [{spec.rows}, {spec.tokens_per_row}]: pack for that shape or compile"
+            " again"
+        )
+
+    def _check_content(self, batch: MicroBatch) -> None:
+        name = f"micro-batch {batch.id}"
         try:
             check_values(batch, vocab_size=self._config.model.vocab_size)
         except InvalidTensor as error:
@@ -319,8 +328,14 @@ class JaxEngine:
 
     # -- scoring --------------------------------------------------------------------------------
 
+    def _check_scored(self, batch: MicroBatch) -> None:
+        """What is only scored needs no field of the loss. Raises `InvalidBatch`."""
+        self._check_shape(batch)
+        self._check_content(batch)
+
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
         programs, _ = self._ready()
+        self._check_scored(batch)
         with failing_as(batch.id):
             arrays = self._to_device(batch.arrays, SCORE_FIELDS)
             scored = programs.score(self._state.params, arrays)
@@ -329,6 +344,7 @@ class JaxEngine:
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
         """Means over trained tokens, nats: `logprob`, `entropy`; and their number, `tokens`."""
         programs, _ = self._ready()
+        self._check_scored(batch)
         with failing_as(batch.id):
             arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
             sums = read(programs.evaluate(self._state.params, arrays), batch.id)

@@ -468,37 +468,43 @@ class ReleaseWeightSyncResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[WorkerState, _Mapping]] = ...) -> None: ...
 
 class ComputeLogprobsRequest(_message.Message):
-    __slots__ = ("run_id", "epoch", "batch")
+    __slots__ = ("run_id", "epoch", "batch", "release")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     batch: BatchRef
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., batch: _Optional[_Union[BatchRef, _Mapping]] = ...) -> None: ...
+    release: bool
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., batch: _Optional[_Union[BatchRef, _Mapping]] = ..., release: bool = ...) -> None: ...
 
 class ComputeLogprobsResponse(_message.Message):
-    __slots__ = ("logprobs", "rows", "tokens_per_row")
+    __slots__ = ("logprobs", "rows", "tokens_per_row", "train_step")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_STEP_FIELD_NUMBER: _ClassVar[int]
     logprobs: bytes
     rows: int
     tokens_per_row: int
-    def __init__(self, logprobs: _Optional[bytes] = ..., rows: _Optional[int] = ..., tokens_per_row: _Optional[int] = ...) -> None: ...
+    train_step: int
+    def __init__(self, logprobs: _Optional[bytes] = ..., rows: _Optional[int] = ..., tokens_per_row: _Optional[int] = ..., train_step: _Optional[int] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
-    __slots__ = ("run_id", "epoch", "batch")
+    __slots__ = ("run_id", "epoch", "batch", "release")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     batch: BatchRef
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., batch: _Optional[_Union[BatchRef, _Mapping]] = ...) -> None: ...
+    release: bool
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., batch: _Optional[_Union[BatchRef, _Mapping]] = ..., release: bool = ...) -> None: ...
 
 class EvaluateResponse(_message.Message):
-    __slots__ = ("values",)
+    __slots__ = ("values", "train_step")
     class ValuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -507,5 +513,7 @@ class EvaluateResponse(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_STEP_FIELD_NUMBER: _ClassVar[int]
     values: _containers.ScalarMap[str, float]
-    def __init__(self, values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    train_step: int
+    def __init__(self, values: _Optional[_Mapping[str, float]] = ..., train_step: _Optional[int] = ...) -> None: ...
