@@ -24,6 +24,19 @@ _CHUNK = flags.DEFINE_integer(
 _HEAD = flags.DEFINE_enum(
     "logps_sharded_head", "off", ("off", "local", "vocab", "auto"), "Sharded log-prob head."
 )
+_FSDP = flags.DEFINE_integer(
+    "mesh_fsdp", 1, "Devices that share rows and parameters out between them.", lower_bound=1
+)
+_CONTEXT = flags.DEFINE_integer(
+    "mesh_context", 1, "Devices that share the tokens of each row out between them.", lower_bound=1
+)
+_EXPERT = flags.DEFINE_integer(
+    "mesh_expert",
+    1,
+    "Devices that share rows and experts out between them. The product of the three is the number of"
+    " devices; 1 x 1 x 1 uses the first device.",
+    lower_bound=1,
+)
 _AGG = flags.DEFINE_string("loss_agg_mode", "token-mean", "How token losses are aggregated.")
 _OLD = flags.DEFINE_enum(
     "loss_old_logprobs",
@@ -73,6 +86,9 @@ def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> Engi
         )
         config = c.EngineConfig(
             model=TINY,
+            mesh=c.MeshShape(
+                fsdp=_FSDP.value or 1, context=_CONTEXT.value or 1, expert=_EXPERT.value or 1
+            ),
             loss=loss,
             optimizer=optimizer,
             max_inflight=max_inflight,

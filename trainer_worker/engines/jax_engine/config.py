@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import Final, Literal, cast, get_args
 
 Dtype = Literal["float32", "bfloat16"]
 LossAggMode = Literal[
@@ -163,11 +163,49 @@ class OptimizerConfig:
         _require(self.epsilon > 0, f"epsilon is {self.epsilon}; use a number above 0")
 
 
+MESH_AXES: Final = ("fsdp", "context", "expert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Devices by axis. Rows lie over fsdp x expert, the tokens of a row over context.
+
+    All ones: one device, the first. `order`: of the axes in the device array, slowest first.
+    """
+
+    fsdp: int = 1
+    context: int = 1
+    expert: int = 1
+    order: tuple[str, ...] = MESH_AXES
+
+    def __post_init__(self) -> None:
+        for name in MESH_AXES:
+            value = self.size(name)
+            _require(value >= 1, f"mesh_{name} is {value}; use 1 or more devices")
+        _require(
+            sorted(self.order) == sorted(MESH_AXES),
+            f"order is {self.order}; name each of {', '.join(MESH_AXES)} once",
+        )
+
+    def size(self, axis: str) -> int:
+        return {"fsdp": self.fsdp, "context": self.context, "expert": self.expert}[axis]
+
+    @property
+    def devices(self) -> int:
+        return self.fsdp * self.context * self.expert
+
+    @property
+    def row_ranks(self) -> int:
+        """Into how many parts the rows of a micro-batch are split."""
+        return self.fsdp * self.expert
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """One JAX engine."""
 
     model: ModelConfig
+    mesh: MeshShape = field(default_factory=MeshShape)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_inflight: int = 2  # Micro-batches dispatched and not yet computed.
@@ -175,7 +213,8 @@ class EngineConfig:
     logprob_chunk: int = 256  # Tokens of each row whose logits exist at a time.
     matmul_precision: MatmulPrecision = "highest"  # Of f32 products; TPU and GPU round otherwise.
     # Leave chunks without a trained token out of the head; None = not on GPUs, where a branch in a
-    # program makes its dispatch wait for the device, nor with a sharded head.
+    # program makes its dispatch wait for the device, nor on several devices (tokens of a row would
+    # change devices), nor with a sharded head.
     skips_prompts: bool | None = None
     seed: int = 0  # Of the initial weights.
 

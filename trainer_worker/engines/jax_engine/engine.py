@@ -1,4 +1,4 @@
-"""JaxEngine: the training and scoring ports on one device of a JAX backend.
+"""JaxEngine: the training and scoring ports on a mesh of devices of a JAX backend.
 
 Every call dispatches and returns; what it must wait for is said where it waits. Inputs are copied
 into private host arrays before they are handed to JAX, because JAX on CPU may alias a NumPy buffer
@@ -34,6 +34,7 @@ from trainer_worker.engine import (
 from trainer_worker.engines.jax_engine.compiles import compile_count
 from trainer_worker.engines.jax_engine.config import EngineConfig
 from trainer_worker.engines.jax_engine.loss import host_denominator, segment_limit
+from trainer_worker.engines.jax_engine.mesh import Placement
 from trainer_worker.engines.jax_engine.model import HostParams, Params
 from trainer_worker.engines.jax_engine.programs import (
     DENOMINATOR,
@@ -74,16 +75,20 @@ class JaxEngine:
         can_export_weights: bool = False,
     ) -> None:
         self._can_checkpoint, self._can_export_weights = can_checkpoint, can_export_weights
-        self._device = jax.devices()[0]
+        shape = config.mesh
+        self._place = Placement.of(shape)
+        self._device: jax.Device = self._place.mesh.devices.flat[0]
         if config.skips_prompts is None:
-            skips = self._device.platform != "gpu" and config.head_mode == "off"
-            config = replace(config, skips_prompts=skips)
+            one = shape.devices == 1 and self._device.platform != "gpu"
+            config = replace(config, skips_prompts=one and config.head_mode == "off")
         self._config = config
-        on_device: Params = jax.tree.map(
-            lambda p: jax.device_put(np.array(p, np.float32), self._device), params
-        )
+        host = jax.tree.map(lambda p: np.asarray(p, np.float32), params)
+        on_device: Params = self._place.put(host, self._place.tree(host))
         # One program, so that no two leaves share a buffer: each of them is donated later.
-        self._state: State = jax.jit(lambda p: first_state(config, p))(on_device)
+        first = jax.eval_shape(lambda p: first_state(config, p), on_device)
+        self._state: State = jax.jit(
+            lambda p: first_state(config, p), out_shardings=self._place.tree(first)
+        )(on_device)
         self._sums: Sums | None = None
         self._programs: Programs | None = None
         self._spec: CompileSpec | None = None
@@ -91,7 +96,7 @@ class JaxEngine:
         self._denominator = 0.0
         self._micro_batches = 0
         self._inflight: deque[DispatchedBatch] = deque()
-        self._zero = jax.device_put(np.zeros(2, np.float32), self._device)
+        self._zero = jax.device_put(np.zeros(2, np.float32), self._place.replicated)
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -109,7 +114,8 @@ class JaxEngine:
             required_fields=self._config.loss.required_fields,
             vocab_size=self._config.model.vocab_size,
             device_kind=self._device.device_kind,
-            device_count=1,
+            device_count=self._place.mesh.size,
+            row_multiple=self._config.mesh.row_ranks,
         )
 
     @property
@@ -147,6 +153,7 @@ class JaxEngine:
             raise EngineError("compile while a step is open: close or abort it first")
         self._check_fields(f"compile for {spec.rows} x {spec.tokens_per_row}", spec.fields)
         if self._programs is None or spec != self._spec:
+            self._check_split(spec)
             self._programs = compile_programs(self._config, self._state, spec)
             self._spec = spec
             self._warm_up(self._programs, spec)
@@ -158,6 +165,18 @@ class JaxEngine:
             programs=compile_count() - before,
             idle_wait_seconds=waits,
         )
+
+    def _check_split(self, spec: CompileSpec) -> None:
+        mesh = self._config.mesh
+        for what, value, ranks, axes in (
+            ("rows", spec.rows, mesh.row_ranks, "--mesh_fsdp x --mesh_expert"),
+            ("tokens_per_row", spec.tokens_per_row, mesh.context, "--mesh_context"),
+        ):
+            if value % ranks:
+                raise InvalidBatch(
+                    f"compile: {what} is {value}, which {ranks} devices ({axes}) cannot share out:"
+                    f" use a multiple of {ranks}"
+                )
 
     def _idle_wait_s(self) -> float:
         """What the wait for a micro-batch takes where there is nothing to compute, s.
@@ -253,7 +272,7 @@ class JaxEngine:
         self, arrays: Mapping[str, np.ndarray], fields: Iterable[str]
     ) -> dict[str, Array]:
         """Start copying private copies of `fields`; the caller may reuse its arrays at once."""
-        return {name: jax.device_put(np.array(arrays[name]), self._device) for name in fields}
+        return {name: self._place.place(name, arrays[name]) for name in fields}
 
     def fwd_bwd(self, prepared: PreparedInput) -> DispatchedBatch:
         """Waits for the oldest micro-batch while `max_inflight` are in flight."""
@@ -319,9 +338,7 @@ class JaxEngine:
         """Take over host arrays as the state, copied; the open step and its input are dropped."""
         with failing_as(None):
             # Copied: the buffers are donated to the next update, the host arrays are not ours.
-            self._state = jax.tree.map(
-                lambda leaf: jax.device_put(leaf, self._device, may_alias=False), state
-            )
+            self._state = self._place.put(state, self._place.tree(state))
             jax.block_until_ready(self._state)
         self.abort_step()
         self._train_step = train_step

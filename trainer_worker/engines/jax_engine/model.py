@@ -18,6 +18,13 @@ import numpy.typing as npt
 from jax import Array, lax
 
 from trainer_worker.engines.jax_engine.config import ModelConfig
+from trainer_worker.engines.jax_engine.mesh import (
+    TOKEN_AXES,
+    TOKENS,
+    WHOLE,
+    constrain,
+    has_mesh,
+)
 
 Params = Mapping[str, Array | Mapping[str, Array]]
 HostArray = npt.NDArray[np.float32]
@@ -114,39 +121,65 @@ def join_blocks(x: Array, tokens: int) -> Array:
 def _attend(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
     """Causal attention within segments. q `[R, T, H, d]`, k and v `[R, T, K, d]` -> `[R, T, H, d]`.
 
+    On a mesh each device gathers the keys and values of its rows once and does its own queries.
+    """
+    if not has_mesh():
+        start = jnp.zeros((), jnp.int32)
+        return _attend_from(q, k, v, segment_ids, segment_ids, start, block)
+
+    def local(q: Array, k: Array, v: Array, segments: Array) -> Array:
+        start = lax.axis_index(TOKEN_AXES) * q.shape[1]
+        k, v, every = (lax.all_gather(x, TOKEN_AXES, axis=1, tiled=True) for x in (k, v, segments))
+        return _attend_from(q, k, v, segments, every, start, block)
+
+    mapped: Array = jax.shard_map(
+        local, in_specs=(TOKENS, TOKENS, TOKENS, TOKENS), out_specs=TOKENS
+    )(q, k, v, segment_ids)
+    return mapped
+
+
+def _attend_from(
+    q: Array, k: Array, v: Array, q_segments: Array, k_segments: Array, start: Array, block: int
+) -> Array:
+    """Attention of queries that begin at token `start` of rows whose keys are whole.
+
     A block of queries at a time: scores are `[R, H, block, T]`, never `[R, H, T, T]`, in the
     backward pass too. A padding query attends to padding keys: finite, and nobody reads it.
     """
     rows, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     block = min(block, tokens)
-    keys = jnp.arange(tokens)
+    keys = jnp.arange(k.shape[1])
     scale = dim**-0.5
 
     @jax.checkpoint
     def one(k: Array, v: Array, queries: Array, segments: Array, index: Array) -> Array:
         scores = jnp.einsum("rqkgd,rtkd->rkgqt", queries, k, preferred_element_type=jnp.float32)
-        same = segments[:, :, None] == segment_ids[:, None, :]
+        same = segments[:, :, None] == k_segments[:, None, :]
         mask = same & (keys[None, :] <= index[:, None])[None]
         scores = jnp.where(mask[:, None, None], scores * scale, MASKED)
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgqt,rtkd->rqkgd", weights, v)
 
     grouped = split_blocks(q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim), block)
-    indices = jnp.arange(grouped.shape[0] * block).reshape(-1, block)
+    indices = start + jnp.arange(grouped.shape[0] * block).reshape(-1, block)
 
     def body(carry: None, part: tuple[Array, Array, Array]) -> tuple[None, Array]:
         return carry, one(k, v, *part)
 
-    _, out = lax.scan(body, None, (grouped, split_blocks(segment_ids, block), indices))
+    _, out = lax.scan(body, None, (grouped, split_blocks(q_segments, block), indices))
     return join_blocks(out, tokens).reshape(rows, tokens, heads, dim)
 
 
-def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> Array:
-    """SwiGLU. The seam where expert layers go."""
-    del config
-    gate = jax.nn.silu(x @ layer["w_gate"].astype(x.dtype))
-    return (gate * (x @ layer["w_up"].astype(x.dtype))) @ layer["w_down"].astype(x.dtype)
+def weight(layer: Mapping[str, Array], name: str, like: Array) -> Array:
+    """A layer's parameter in the dtype of `like`, gathered from the devices that share it out."""
+    return constrain(layer[name].astype(like.dtype), WHOLE)
+
+
+def feed_forward(x: Array, layer: Mapping[str, Array]) -> Array:
+    """SwiGLU."""
+    gate = jax.nn.silu(x @ weight(layer, "w_gate", x))
+    return (gate * (x @ weight(layer, "w_up", x))) @ weight(layer, "w_down", x)
 
 
 def _layer(
@@ -155,16 +188,16 @@ def _layer(
     rows, tokens, _ = x.shape
     normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
 
-    def heads(weight: Array, count: int) -> Array:
-        return (normed @ weight.astype(x.dtype)).reshape(rows, tokens, count, config.head_dim)
+    def heads(name: str, count: int) -> Array:
+        return (normed @ weight(layer, name, x)).reshape(rows, tokens, count, config.head_dim)
 
-    q = _rope(heads(layer["wq"], config.num_heads), positions, config.rope_theta)
-    k = _rope(heads(layer["wk"], config.num_kv_heads), positions, config.rope_theta)
-    v = heads(layer["wv"], config.num_kv_heads)
+    q = _rope(heads("wq", config.num_heads), positions, config.rope_theta)
+    k = _rope(heads("wk", config.num_kv_heads), positions, config.rope_theta)
+    v = heads("wv", config.num_kv_heads)
     mixed = _attend(q, k, v, segments, config.query_block).reshape(rows, tokens, -1)
-    x = x + mixed @ layer["wo"].astype(x.dtype)
+    x = x + mixed @ weight(layer, "wo", x)
     normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
-    return x + feed_forward(config, normed, layer)
+    return constrain(x + feed_forward(normed, layer), TOKENS)
 
 
 def hidden_states(
@@ -173,7 +206,8 @@ def hidden_states(
     """Hidden states `[R, T, D]` before the final norm, 0 at padding."""
     embed, layers = params["embed"], params["layers"]
     assert not isinstance(embed, Mapping)
-    x = embed[tokens].astype(jnp.dtype(config.compute_dtype))
+    table = constrain(embed, WHOLE)
+    x = constrain(table[tokens].astype(jnp.dtype(config.compute_dtype)), TOKENS)
 
     def step(x: Array, layer: Mapping[str, Array]) -> tuple[Array, None]:
         return _layer(config, x, layer, positions, segment_ids), None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import NamedSharding
 
 from prestage.microbatch import FIELDS
 from trainer_worker.engine import CompileSpec
@@ -27,6 +28,7 @@ from trainer_worker.engines.jax_engine.loss import (
     shifted,
     target_weights,
 )
+from trainer_worker.engines.jax_engine.mesh import Placement
 from trainer_worker.engines.jax_engine.model import (
     Params,
     final_norm,
@@ -228,9 +230,12 @@ def batch_shapes(spec: CompileSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> Programs:
-    """Compile every program of a run for one micro-batch shape."""
+    """Compile every program of a run for one micro-batch shape, on the config's mesh."""
+    place = Placement.of(config.mesh)
     aval = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), state)
     sums = jax.eval_shape(_zero_sums, aval.params)
+    at, sums_at = place.tree(aval), place.tree(sums)
+    whole = place.replicated
     batch = batch_shapes(spec)
     scored = {name: batch[name] for name in SCORE_FIELDS}
     evaluated = {name: batch[name] for name in (*SCORE_FIELDS, "loss_mask")}
@@ -250,11 +255,34 @@ def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> P
     def evaluate(params: Params, batch: Batch) -> Array:
         return _evaluate(config, params, batch)
 
-    with jax.default_matmul_precision(config.matmul_precision):
+    def inputs(avals: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, NamedSharding]:
+        return dict.fromkeys(avals, place.inputs)
+
+    with jax.set_mesh(place.mesh), jax.default_matmul_precision(config.matmul_precision):
         return Programs(
-            fwd_bwd=jax.jit(fwd_bwd, donate_argnums=1).lower(aval.params, sums, batch).compile(),
-            update=jax.jit(update, donate_argnums=(0, 1)).lower(aval, sums).compile(),
-            zero=jax.jit(zero).lower().compile(),
-            score=jax.jit(score).lower(aval.params, scored).compile(),
-            evaluate=jax.jit(evaluate).lower(aval.params, evaluated).compile(),
+            fwd_bwd=jax.jit(
+                fwd_bwd,
+                donate_argnums=1,
+                in_shardings=(at.params, sums_at, inputs(batch)),
+                out_shardings=(sums_at, whole),
+            )
+            .lower(aval.params, sums, batch)
+            .compile(),
+            update=jax.jit(
+                update,
+                donate_argnums=(0, 1),
+                in_shardings=(at, sums_at),
+                out_shardings=(at, sums_at, whole, whole),
+            )
+            .lower(aval, sums)
+            .compile(),
+            zero=jax.jit(zero, out_shardings=sums_at).lower().compile(),
+            score=jax.jit(score, in_shardings=(at.params, inputs(scored)), out_shardings=whole)
+            .lower(aval.params, scored)
+            .compile(),
+            evaluate=jax.jit(
+                evaluate, in_shardings=(at.params, inputs(evaluated)), out_shardings=whole
+            )
+            .lower(aval.params, evaluated)
+            .compile(),
         )
