@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -59,6 +58,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.operation.operation import Operation
     from orchestrator.recorded import recorded_source
     from orchestrator.runner import RunFailed
+    from prestage.operation.logs import start_logs
     from prestage.operation.signals import hear_signals
     from prestage.wire.channel import forbid_fork, tune_allocator
     from prestage.wire.security import Security
@@ -68,9 +68,7 @@ def _train(argv: Sequence[str]) -> int:
         known = ", ".join(COMMANDS)
         print(f"orchestrator: unknown command {argv[1]!r}; known: {known}", file=sys.stderr)  # noqa: T201
         return 2
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    start_logs("orchestrator")
     tune_allocator()
     forbid_fork()
     try:

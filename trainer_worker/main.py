@@ -16,6 +16,7 @@ from prestage.operation.flags import ProcessConfig, process_config
 from prestage.operation.folders import FolderError
 from prestage.operation.heartbeat import Heartbeat, end_process
 from prestage.operation.help import own_help
+from prestage.operation.logs import start_logs
 from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
 from prestage.operation.signals import hear_signals
@@ -140,9 +141,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) > 1:
         print(f"trainer_worker: unexpected argument {argv[1]!r}; see --help", file=sys.stderr)  # noqa: T201
         return 2
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    start_logs("trainer_worker")
     stop = threading.Event()
     loading = threading.Event()
     operated = _Operated()

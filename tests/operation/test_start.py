@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +16,7 @@ import pytest
 
 from prestage.operation.flags import metrics_place
 from prestage.operation.folders import FolderError, FolderLock, check_writable_file
+from prestage.operation.logs import JsonLines
 from prestage.wire.channel import AddressError
 from tests.operation.process import ROLLOUTS, get, running, wait_until, worker
 from tests.support.rig import socket_folder
@@ -170,5 +174,25 @@ def test_metrics_are_there_before_the_worker_is_reached() -> None:
         with running(folder / "o.log", *command) as process:
             wait_until(lambda: "waiting for the worker" in process.output, "it waits")
             status, text = get(port, "/metrics")
-            assert status == 200 and "\nprestage_progress_allowance_seconds 3600.0\n" in text
+            assert status == 200 and "\nprestage_progress_allowance_seconds 4200.0\n" in text
             assert get(port, "/elsewhere")[0] == 404
+
+
+def test_log_lines_may_be_json_objects() -> None:
+    with socket_folder() as folder:
+        with worker(folder, "--log_format=json", name="j") as process:
+            assert process.terminate()[0] == 0
+        lines = [json.loads(line) for line in process.output.splitlines()]
+    assert all(line["program"] == "trainer_worker" for line in lines)
+    [ready] = [line for line in lines if line["message"].startswith("trainer_worker ready")]
+    assert (ready["level"], ready["logger"]) == ("INFO", "prestage.worker")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:.]+Z", ready["time"])
+
+
+def test_an_exception_stays_on_its_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("n", logging.ERROR, "f", 1, "%s", ("m",), sys.exc_info())
+    [line] = JsonLines("p").format(record).splitlines()
+    assert json.loads(line)["exception"].endswith("ValueError: two\nlines")

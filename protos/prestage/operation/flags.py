@@ -41,6 +41,10 @@ INTERRUPTED = flags.DEFINE_integer(
     upper_bound=125,
 )
 
+LOG_FORMAT = flags.DEFINE_enum(
+    "log_format", "text", ("text", "json"), "Log lines on standard error: text, or JSON objects."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
