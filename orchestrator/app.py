@@ -19,24 +19,15 @@ from orchestrator.boundary import BoundaryState
 from orchestrator.bringup import check_shape, reach, resolve_staging
 from orchestrator.calls import Note
 from orchestrator.clock import RealClock
-from orchestrator.feeder import Feeder, StepSource
+from orchestrator.feeder import Feeder, FeederCounters, StepSource
 from orchestrator.flags import OrchestratorConfig
-from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock, Observer
 from orchestrator.put_client import PlanePut, open_plane, receive_buffers
+from orchestrator.reader import PatientReader, WorkerReplaced, ask
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, RunFailed, Runner
-from orchestrator.score_client import ScoreClient
-from orchestrator.scoring_parts import (
-    check_scoring,
-    evaluation,
-    evaluation_set,
-    packs_into,
-    scoring_hook,
-    trained_shape,
-)
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
@@ -164,22 +155,20 @@ def _run(
     plan = dataclasses.replace(
         plan, dispatch_before_metrics=config.plan.dispatch_before_metrics and plan.stage
     )
-    plane = open_plane(channel, probe.capabilities, shared_memory_bytes=config.shared_memory_bytes)
+    plane = ask(
+        lambda: open_plane(
+            channel, probe.capabilities, shared_memory_bytes=config.shared_memory_bytes
+        ),
+        operation.clock,
+    )
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
-    check_scoring(config, able)
-    vocab_size = config.vocab_size or able.vocab_size
-    evaluated = evaluation_set(config, vocab_size)
-    source, shape = make_source(config, vocab_size, packs_into(config, plane.reserve))
-    shape = trained_shape(config, shape)
+    source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
     check_shape(able, shape)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
+    client = TrainerClient(channel, run_id=config.run_id, shape=shape)
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
-    scorer = ScoreClient(channel, sender, config.run_id, lambda: client.epoch)
-    client = TrainerClient(
-        channel, run_id=config.run_id, shape=shape, evaluator=evaluation(evaluated, scorer)
-    )
-    feeder = Feeder(source, sender, score=scoring_hook(config, source, scorer, plane.reserve))
+    feeder = Feeder(source, sender)
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
     metrics = operation.metrics
@@ -190,10 +179,11 @@ def _run(
         progress(book, step)
         metrics.on_step(book, step)
         operation.board.closed(book.get(step))
-        if plan.checkpoint_every:
-            _note_durable(client, metrics, source if intake is not None else None)
+        if plan.checkpoint_every and intake is not None:
+            _let_go(source, client)
 
-    compiles = _CompileCount(client)
+    reader = PatientReader(client, operation.clock)
+    compiles = _CompileCount(reader)
     try:
         runner = Runner(
             run_id=config.run_id,
@@ -216,15 +206,10 @@ def _run(
             on_bookkeeping=on_bookkeeping,
             before_send=operation.before_send,
         )
-        book = runner.run()
-        operation.board.finishing()
-        _read_again(client, book)
-        if plan.checkpoint_every:
-            last = last_checkpoint(runner.state.step, plan)
-            await_durable(client.durability, last, clock=operation.clock)
+        book, digest = _train(runner, reader, plan, operation, feeder.counters)
         result = RunResult(
             records=book.records(),
-            parameter_digest=client.parameter_digest(),
+            parameter_digest=digest,
             backend_compiles_in_steps=compiles.in_steps(),
             notes=tuple(tracer.notes),
         )
@@ -242,18 +227,34 @@ def _run(
     return result
 
 
-def _note_durable(
-    client: TrainerClient, metrics: OrchestratorMetrics, source: StepSource | None
-) -> None:
-    """Tell who wants to know what a durable checkpoint covers. A worker that is away is asked next
-    time.
-    """
+def _train(
+    runner: Runner,
+    reader: PatientReader,
+    plan: RunPlan,
+    operation: Operation,
+    counters: FeederCounters,
+) -> tuple[StepBook, str]:
+    """To the end, and to what the worker that got there says of it: its book and its digest."""
+    while True:
+        book = runner.run()
+        operation.board.finishing()
+        try:
+            _read_again(reader, book)
+            if plan.checkpoint_every:
+                last = last_checkpoint(runner.state.step, plan)
+                await_durable(reader.durability, last, clock=operation.clock)
+            return book, reader.parameter_digest()
+        except WorkerReplaced as replaced:
+            log.warning("%s", replaced)
+            operation.board.running(plan, counters)
+
+
+def _let_go(source: StepSource, client: TrainerClient) -> None:
+    """Tell the source what a durable checkpoint covers. A worker that is away is asked next time."""
     with contextlib.suppress(grpc.RpcError):
         durable, _ = client.durability()
         if durable > 0:
-            metrics.durable(durable)
-            if source is not None:
-                source.step_durable(durable)
+            source.step_durable(durable)
 
 
 def last_checkpoint(steps_closed: int, plan: RunPlan) -> int:
@@ -291,14 +292,14 @@ def await_durable(
 class _CompileCount:
     """Backend compiles between the end of Compile and the end of the run: must be 0."""
 
-    def __init__(self, client: TrainerClient) -> None:
-        self._client = client
+    def __init__(self, reader: PatientReader) -> None:
+        self._reader = reader
         self._after_compile = -1
 
     def on_call(self, record: TraceRecord, answer: Answer) -> None:
         del answer
         if record.call == "compile" and record.outcome == "ok":
-            self._after_compile = self._client.backend_compiles()
+            self._after_compile = self._reader.backend_compiles()
 
     def on_note(self, note: Note) -> None:
         del note
@@ -309,14 +310,14 @@ class _CompileCount:
     def in_steps(self) -> int:
         if self._after_compile < 0:
             return 0  # An earlier process compiled.
-        return self._client.backend_compiles() - self._after_compile
+        return self._reader.backend_compiles() - self._after_compile
 
 
-def _read_again(client: TrainerClient, book: StepBook) -> None:
+def _read_again(reader: PatientReader, book: StepBook) -> None:
     """Boundary idle is known only once the next step has started: read the kept steps again."""
     records = book.records()
     for record in records[-128:]:
-        for facts in client.read_metrics(record.step, 1):
+        for facts in reader.read_metrics(record.step, 1):
             book.measured(facts)
 
 

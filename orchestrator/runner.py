@@ -86,6 +86,7 @@ class Runner:
         self._patience = patience or Patience()
         self._on_bookkeeping = on_bookkeeping
         self._before_send = before_send
+        self._plan = plan
         self._state = initial(plan)
         self._lost_since: float | None = None
         self._lost_count = 0
@@ -97,7 +98,14 @@ class Runner:
         return self._state
 
     def run(self) -> StepBook:
-        """Run to the end. Raises `RunFailed`."""
+        """Run to the end. Raises `RunFailed`.
+
+        Called again, it takes the run up from where the worker is: for a worker that was replaced
+        after the last step.
+        """
+        if self._state.mode is Mode.FINISHED:
+            self._state = initial(self._plan)
+            self._feeder.forget_worker()
         action = self._advance(Start())
         while not isinstance(action, Finish | Fail):
             event = self._do(action)

@@ -102,28 +102,27 @@ class TrainerClient:
             wait_for_ready=False,
         )
 
-    def parameter_digest(self) -> str:
-        """Hex digest of the parameters; waits for the device."""
+    def worker_state(self, *, with_parameter_digest: bool = False) -> pb.WorkerState:
+        """What the worker says of itself; with the digest, once the device is done."""
         response = self._stub.GetState(
-            pb.GetStateRequest(with_parameter_digest=True),
-            timeout=self._deadlines.read_s,
+            pb.GetStateRequest(with_parameter_digest=with_parameter_digest),
+            timeout=self._deadlines.read_s if with_parameter_digest else self._deadlines.state_s,
             metadata=self._metadata,
         )
-        return response.state.parameter_digest
+        return response.state
+
+    def parameter_digest(self) -> str:
+        """Hex digest of the parameters; waits for the device."""
+        return self.worker_state(with_parameter_digest=True).parameter_digest
 
     def backend_compiles(self) -> int:
         """Programs that the worker's backend compiled so far."""
-        response = self._stub.GetState(
-            pb.GetStateRequest(), timeout=self._deadlines.state_s, metadata=self._metadata
-        )
-        return response.state.backend_compiles
+        return self.worker_state().backend_compiles
 
     def durability(self) -> tuple[int, str]:
         """(step of the newest durable checkpoint or -1, why a background save failed or "")."""
-        response = self._stub.GetState(
-            pb.GetStateRequest(), timeout=self._deadlines.state_s, metadata=self._metadata
-        )
-        return response.state.durable_step, response.state.background_failure
+        state = self.worker_state()
+        return state.durable_step, state.background_failure
 
     # -- TrainerPort ------------------------------------------------------------------------------
 

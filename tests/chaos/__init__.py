@@ -1,0 +1,1 @@
+"""Real processes, killed and disturbed at exact calls; every run must end as an undisturbed one."""

@@ -1,0 +1,380 @@
+"""One run of two real processes: started, restarted when they die, judged when the run ended.
+
+The supervisor starts whatever died again with the same flags, as a JobSet would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.check_trace import check_traces
+from prestage.trace import Trace, TraceRecord, read_trace
+from tests.chaos.faults import Fault, fired, write_faults
+
+ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
+STEPS, MICRO_BATCHES = 4, 3
+RUN_SECONDS = 90.0
+MAX_STARTS = 8
+FENCED = "this one is fenced off and ends"
+"""An open_run that comes twice is two callers for the worker; the first ends, and is started again."""
+Trained = tuple[int, int, str]
+"""(step, index, digest)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What both processes are told beside where they live."""
+
+    name: str
+    worker_flags: tuple[str, ...] = ()
+    orchestrator_flags: tuple[str, ...] = ()
+
+
+TIMED = (
+    "--engine=timed",
+    "--timed_fwd_bwd_s=0.015",
+    "--timed_update_s=0.002",
+    "--timed_copy_s=0.002",
+    "--timed_checkpoint_s=0.004",
+)
+RECORDED = (
+    f"--rollouts={ROLLOUTS}",
+    f"--num_steps={STEPS}",
+    "--group_size=8",
+    "--groups_per_batch=3",
+    "--rows=4",
+    "--tokens_per_row=1024",
+    "--pipeline_step_boundary",
+    "--stage_next_microbatch=on",
+    "--latch_after=1000",
+)
+SETTINGS = {
+    # Staged before the update, payloads in shared memory, every step kept.
+    "staged": Setting(
+        name="staged",
+        worker_flags=TIMED,
+        orchestrator_flags=(*RECORDED, "--checkpoint_every=1"),
+    ),
+    # Payloads by stream, every second step kept, weights synced: a restart trains again.
+    "stream": Setting(
+        name="stream",
+        worker_flags=TIMED,
+        orchestrator_flags=(
+            *RECORDED,
+            "--checkpoint_every=2",
+            "--weight_sync_every=1",
+            "--shared_memory_bytes=0",
+        ),
+    ),
+}
+
+
+@dataclass
+class Process:
+    """One of the two, over all its lives."""
+
+    name: str
+    command: list[str]
+    log: Path
+    starts: int = 0
+    popen: subprocess.Popen[bytes] | None = None
+    codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.starts += 1
+        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        with self.log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                self.command, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def poll(self) -> int | None:
+        """The exit status, once; None: it runs, or it was seen already."""
+        if self.popen is None or (code := self.popen.poll()) is None:
+            return None
+        self.popen = None
+        self.codes.append(code)
+        return code
+
+    def end(self, sign: signal.Signals, timeout_s: float = 20.0) -> int | None:
+        if self.popen is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.send_signal(sign)
+        code = self.popen.wait(timeout=timeout_s)
+        self.popen = None
+        return code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one run ended."""
+
+    faults: tuple[Fault, ...]
+    fired: int
+    parameter_digest: str
+    trained: tuple[Trained, ...]
+    problems: tuple[str, ...]
+    worker_starts: int
+    orchestrator_starts: int
+    seconds: float
+    calls: dict[str, Counter[str]]
+
+    def judged(self, reference: Outcome) -> Outcome:
+        """With what differs from an undisturbed run among the problems."""
+        problems = list(self.problems)
+        lost, doubled = self.lost(reference), self.doubled()
+        if lost:
+            problems.append(f"lost {lost}")
+        if doubled:
+            problems.append(f"trained twice {doubled}")
+        if self.trained != reference.trained and not (lost or doubled):
+            problems.append("trained in another order, or with other content")
+        if self.parameter_digest != reference.parameter_digest:
+            problems.append(
+                f"parameters {self.parameter_digest[:16]}, undisturbed"
+                f" {reference.parameter_digest[:16]}"
+            )
+        return Outcome(**{**self.__dict__, "problems": tuple(problems)})
+
+    def lost(self, reference: Outcome) -> list[Trained]:
+        return sorted((Counter(reference.trained) - Counter(self.trained)).elements())
+
+    def doubled(self) -> list[tuple[int, int]]:
+        counts = Counter((step, index) for step, index, _ in self.trained)
+        return sorted(key for key, count in counts.items() if count > 1)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """Short, for its sockets."""
+    with tempfile.TemporaryDirectory(prefix="pc-") as folder:
+        yield Path(folder)
+
+
+class ChaosRun:
+    """One run in a folder of its own."""
+
+    def __init__(self, folder: Path, setting: Setting, faults: Sequence[Fault] = ()) -> None:
+        self.folder = folder
+        self.faults = tuple(faults)
+        write_faults(folder, self.faults)
+        (folder / "traces").mkdir(exist_ok=True)
+        self.worker = Process(
+            name="worker",
+            command=[
+                *(sys.executable, "-m", "tests.chaos.worker", str(folder)),
+                f"--listen=unix://{folder}/w.sock",
+                f"--state_dir={folder}/state",
+                f"--checkpoint_dir={folder}/checkpoints",
+                f"--trace_dir={folder}/traces",
+                *setting.worker_flags,
+            ],
+            log=folder / "worker.log",
+        )
+        self.orchestrator = Process(
+            name="orchestrator",
+            command=[
+                *(sys.executable, "-m", "tests.chaos.orchestrator", str(folder)),
+                f"--trainer=unix://{folder}/w.sock",
+                "--run_id=run",
+                f"--trace_dir={folder}/own-trace",
+                f"--result_file={folder}/result.json",
+                "--progress=false",
+                *setting.orchestrator_flags,
+            ],
+            log=folder / "orchestrator.log",
+        )
+        self.problems: list[str] = []
+        self._resume_at: tuple[float, int] | None = None
+
+    def run(self) -> Outcome:
+        """To the end of the run, whatever happens on the way."""
+        started_s = time.monotonic()
+        deadline_s = started_s + RUN_SECONDS
+        try:
+            self.worker.start()
+            self._await_socket(deadline_s)
+            self.orchestrator.start()
+            while not self._step():
+                if time.monotonic() > deadline_s:
+                    self.problems.append(f"the run did not end within {RUN_SECONDS:g} s")
+                    break
+                time.sleep(0.004)
+            self._end()
+        finally:
+            for process in (self.orchestrator, self.worker):
+                process.end(signal.SIGKILL)
+        return self._outcome(time.monotonic() - started_s)
+
+    def _await_socket(self, deadline_s: float) -> None:
+        while not (self.folder / "w.sock").exists() and time.monotonic() < deadline_s:
+            if self.worker.popen is None or self.worker.popen.poll() is not None:
+                return
+            time.sleep(0.004)
+
+    def _step(self) -> bool:
+        """Look after both processes. True: the run is over."""
+        self._continue_stopped()
+        code = self.orchestrator.poll()
+        if code is not None:
+            self._keep_trace()
+            if code == 0:
+                return True
+            if self._start_again(self.orchestrator, code):
+                return True
+        code = self.worker.poll()
+        return code is not None and self._start_again(self.worker, code)
+
+    def _start_again(self, process: Process, code: int) -> bool:
+        """True: it was started often enough."""
+        if process.starts >= MAX_STARTS:
+            self.problems.append(f"{process.name} ended {process.starts} times, last with {code}")
+            return True
+        process.start()
+        return False
+
+    def _continue_stopped(self) -> None:
+        note = self.folder / "stopped"
+        if self._resume_at is None and note.exists():
+            pid, seconds = note.read_text().split()
+            note.unlink()
+            self._resume_at = time.monotonic() + float(seconds), int(pid)
+        if self._resume_at is not None and time.monotonic() >= self._resume_at[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._resume_at[1], signal.SIGCONT)
+            self._resume_at = None
+
+    def _keep_trace(self) -> None:
+        """A new process begins its trace anew: put the last one's aside."""
+        trace = self.folder / "own-trace" / "orchestrator.ndjson"
+        if trace.exists():
+            kept = self.folder / "traces" / f"orchestrator-{len(self.orchestrator.codes)}.ndjson"
+            trace.rename(kept)
+
+    def _end(self) -> None:
+        fenced = FENCED in self.orchestrator.log.read_text(errors="replace")
+        for code in self.orchestrator.codes:
+            if code not in (0, -signal.SIGKILL) and not (code == 1 and fenced):
+                self.problems.append(f"the orchestrator exited with {code}")
+        for code in self.worker.codes:
+            if code != -signal.SIGKILL:
+                self.problems.append(f"the worker exited with {code}")
+        try:
+            code = self.worker.end(signal.SIGTERM)
+        except subprocess.TimeoutExpired:
+            self.problems.append("the worker did not end on SIGTERM")
+            return
+        # One that was killed a moment before the end is told to end while it still loads.
+        if code not in (0, None) and not (code == -signal.SIGTERM and self.worker.starts > 1):
+            self.problems.append(f"the worker exited with {code} on SIGTERM")
+
+    def _outcome(self, seconds: float) -> Outcome:
+        result = self.folder / "result.json"
+        digest = ""
+        if result.exists():
+            digest = str(json.loads(result.read_text())["parameter_digest"])
+        else:
+            self.problems.append("no result was written")
+        traces = []
+        for path in sorted((self.folder / "traces").glob("*.ndjson")):
+            _cut_torn_line(path)
+            if path.stat().st_size:
+                traces.append((path, read_trace(path)))
+        _, findings = check_traces(traces)
+        self.problems.extend(f"{item.path.name}:{item.line}: {item.violation}" for item in findings)
+        workers = [trace for _, trace in traces if trace.side == "worker"]
+        return Outcome(
+            faults=self.faults,
+            fired=sum(fired(self.folder, number) for number in range(len(self.faults))),
+            parameter_digest=digest,
+            trained=trained_by(workers),
+            problems=tuple(self.problems),
+            worker_starts=self.worker.starts,
+            orchestrator_starts=self.orchestrator.starts,
+            seconds=seconds,
+            calls={side: Counter(_calls(self.folder, side)) for side in ("worker", "orchestrator")},
+        )
+
+
+def _calls(folder: Path, side: str) -> list[str]:
+    path = folder / f"calls-{side}.txt"
+    return [line.split()[1] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A process that was killed in a write leaves half a line."""
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def trained_by(workers: Sequence[Trace]) -> tuple[Trained, ...]:
+    """What the final parameters hold, in order, as the workers' traces tell it.
+
+    A restore goes back to what the restored checkpoint held; a new process starts with nothing.
+    """
+    ordered = sorted(workers, key=lambda trace: trace.clock_origin_s + _first_s(trace))
+    kept: dict[int, tuple[Trained, ...]] = {0: ()}  # Policy version to what made it.
+    closed: tuple[Trained, ...] = ()
+    for trace in ordered:
+        closed, open_step = (), []
+        for record in trace.calls:
+            if record.outcome != "ok" or not record.seq:
+                continue
+            if record.call.startswith("fwd_bwd"):
+                open_step.append((record.step, record.index, record.digest))
+            if _updates(record):
+                closed, open_step = (*closed, *open_step), []
+                kept[record.train_step_after] = closed
+            elif record.call == "restore_checkpoint":
+                closed, open_step = kept[record.train_step_after], []
+            elif record.call == "abort_step":
+                open_step = []
+    return closed
+
+
+def _updates(record: TraceRecord) -> bool:
+    return record.call in ("fwd_bwd apply_optimizer", "apply_deferred_update", "update")
+
+
+def _first_s(trace: Trace) -> float:
+    return min((record.started_s for record in trace.records), default=0.0)
+
+
+def keep(folder: Path, target: Path) -> None:
+    """Copy a run's files for a person to read."""
+    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.sock*"), dirs_exist_ok=True)
+
+
+def run_once(
+    setting: Setting,
+    faults: Sequence[Fault] = (),
+    *,
+    kept: Path | None = None,
+    reference: Outcome | None = None,
+) -> Outcome:
+    """One run in a throw-away folder, judged against an undisturbed one if there is one.
+
+    `kept`: where its files go if it had problems.
+    """
+    with run_folder() as folder:
+        outcome = ChaosRun(folder, setting, faults).run()
+        if reference is not None:
+            outcome = outcome.judged(reference)
+        if outcome.problems and kept is not None:
+            keep(folder, kept)
+        return outcome

@@ -1,0 +1,111 @@
+"""`python -m tests.chaos.orchestrator FOLDER FLAGS...`: the real orchestrator, its calls disturbed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import grpc
+
+from orchestrator import app as application
+from orchestrator import main as program
+from orchestrator.trainer_client import Deadlines, TrainerClient
+from tests.chaos.faults import Action, Fault, Injector
+
+Continue = Callable[[object, object], grpc.Call]
+MID_FLIGHT_SECONDS = 0.003
+SHORT = Deadlines(train_s=0.4, save_s=0.4, read_s=0.4, state_s=0.4)
+
+
+class Disturbing(grpc.UnaryUnaryClientInterceptor, grpc.StreamUnaryClientInterceptor):  # type: ignore[misc]
+    """Every call of the orchestrator to its worker."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self._again: Callable[[], object] | None = None
+        self._calls_left = 0
+
+    def intercept_unary_unary(self, continuation, details, request):  # type: ignore[no-untyped-def]
+        return self._call(continuation, details, lambda: request)
+
+    def intercept_stream_unary(self, continuation, details, requests):  # type: ignore[no-untyped-def]
+        # The sender yields its chunks from the micro-batch's own memory: a list of them holds.
+        fault = self._injector.due(_method(details))
+        if fault is None:
+            self._late()
+            return continuation(details, requests)
+        kept = list(requests)
+        return self._disturbed(fault, continuation, details, lambda: iter(kept))
+
+    def _call(self, continuation: Continue, details, make):  # type: ignore[no-untyped-def]
+        fault = self._injector.due(_method(details))
+        if fault is None:
+            self._late()
+            return continuation(details, make())
+        return self._disturbed(fault, continuation, details, make)
+
+    def _late(self) -> None:
+        """A request that comes again, two calls later."""
+        if self._again is None:
+            return
+        self._calls_left -= 1
+        if self._calls_left <= 0:
+            again, self._again = self._again, None
+            again()
+
+    def _disturbed(  # type: ignore[no-untyped-def]
+        self, fault: Fault, continuation: Continue, details, make
+    ):
+        injector = self._injector
+
+        def once_more() -> object:
+            return continuation(details, make())
+
+        match fault.action:
+            case Action.CALLER_KILL_BEFORE:
+                injector.kill("orchestrator")
+            case Action.CALLER_KILL_DURING:
+                injector.later(MID_FLIGHT_SECONDS, lambda: injector.kill("orchestrator"))
+            case Action.CALLER_STOP:
+                injector.stop(fault.seconds)
+            case Action.DUPLICATE:
+                once_more()
+            case Action.DUPLICATE_AT_ONCE:
+                threading.Thread(target=once_more, daemon=True).start()
+            case Action.DUPLICATE_LATE:
+                self._again, self._calls_left = once_more, 2
+        answer = continuation(details, make())
+        if fault.action is Action.CALLER_KILL_AFTER:
+            injector.kill("orchestrator")
+        return answer
+
+
+def _method(details: object) -> str:
+    method = details.method  # type: ignore[attr-defined]
+    text = method.decode() if isinstance(method, bytes) else str(method)
+    return text.rpartition("/")[2]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    sys.argv = ["orchestrator", *sys.argv[2:]]
+    injector = Injector(folder, "orchestrator")
+
+    real = grpc.insecure_channel
+
+    def opened(target: str, **options: object) -> grpc.Channel:
+        return grpc.intercept_channel(real(target, **options), Disturbing(injector))  # type: ignore[arg-type]
+
+    grpc.insecure_channel = opened  # type: ignore[assignment]
+    if any(fault.action.needs_deadline for fault in injector.faults):
+        application.TrainerClient = partial(TrainerClient, deadlines=SHORT)  # type: ignore[misc, assignment]
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    program.run()
+
+
+if __name__ == "__main__":
+    main()
