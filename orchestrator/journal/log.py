@@ -40,6 +40,7 @@ from orchestrator.journal.errors import JournalDamaged, JournalError
 from orchestrator.journal.lock import FolderLock
 from orchestrator.journal.order import Event, Kind, Order
 from orchestrator.journal.payload import Encoded, Record, decode, encode
+from orchestrator.journal.reserve import Reserve
 from orchestrator.journal.segments import Place, Probe, Segments, no_probe, sync_folder
 from orchestrator.journal.snapshot import RetentionPoint, Snapshot
 from orchestrator.trajectory import Defect, DropReason, Trajectory, find_defect
@@ -251,6 +252,7 @@ class DurableLog:
         self._ticked_at = self._clock()
         self._first_seen = dict.fromkeys(self._order.formation.open_group_ids, 0.0)
         self._live = _live(self._order, self._groups)
+        self._reserve = Reserve(self._config.folder)
         self._check_segments()
         self._sweep()
 
@@ -686,11 +688,38 @@ class DurableLog:
                 break
             except NoSpace as error:
                 self._undo()
+                plans = self._without_trajectories(plans)
                 if not self._stall(str(error), pause_s):
                     _refuse(items, plans, f"the disk is full ({error}) and the process stops")
                     return
                 pause_s = min(2.0, pause_s * 2)
+                with self._changed:
+                    plans.extend(self._plans)
+                    self._plans.clear()
         self.counters.committed(time.perf_counter() - started)
+        if self._stalled:
+            log.warning("the journal can be written again")
+            self._stalled = ""
+        self._settle(items, plans, written)
+        self._reserve.hold()
+
+    def _without_trajectories(self, plans: list[_Plan]) -> list[_Plan]:
+        """On a full disk: let the trainer go on and what a checkpoint covers go, from the reserve.
+
+        Returns the plans that still wait.
+        """
+        self._reserve.release()
+        try:
+            self._retain()
+            if plans:
+                self._settle([], plans, self._write([], plans))
+        except NoSpace:
+            self._undo()
+            return plans
+        return []
+
+    def _settle(self, items: list[_Item], plans: list[_Plan], written: _Written) -> None:
+        """What was written is durable: show it, and tell who waits for it."""
         self._publish(items, plans, written)
         self._sweep()
         for submitted, receipt in written.answers:
@@ -824,9 +853,6 @@ class DurableLog:
             if self._order.failure and not self._failure:
                 log.error("the run cannot go on: %s", self._order.failure)
                 self._failure = self._order.failure
-            if self._stalled:
-                log.warning("the journal can be written again")
-                self._stalled = ""
             self._note_open_groups(written)
             self._changed.notify_all()
         counters = self.counters

@@ -392,6 +392,36 @@ def test_a_full_disk_acknowledges_nothing_loses_nothing_and_goes_on(tmp_path, wh
         assert [live.digests(step) for step in range(2)] == digests
 
 
+def test_a_full_disk_does_not_keep_the_trainer_from_making_room(tmp_path):
+    """Only what is kept in reserve is free: plans and retention go on with that, and it heals."""
+    settings = config(tmp_path / "j", segment_bytes=1)
+    reserve = settings.folder / "reserve"
+    full = threading.Event()
+
+    def is_full(number: int, operation: str) -> bool:
+        if not full.is_set() or operation in ("payload.unlink", "rows.committed"):
+            return False
+        # A file of rollouts finds no room until one is deleted; rows find the reserve's.
+        files = len(list(settings.folder.glob("*.payload")))
+        return reserve.exists() or (operation.startswith("payload") and files >= 4)
+
+    faults = Faults(folder=settings.folder, full=is_full)
+    with opened(settings, probe=faults) as live:
+        for name in "ab":
+            live.group(name, one_by_one=True)
+        assert reserve.stat().st_size == 4 << 20
+        full.set()
+        future = live.log.append("p", 4, rollout("c", 0), cancelled=never)
+        wait_for(live, lambda: live.log.counters.no_space_waits >= 2)
+        live.digests(0)
+        assert not future.done() and live.log.stalled
+        live.source.step_durable(1)
+        assert future.result(timeout=20).accepted
+        full.clear()
+        live.send("p", [rollout("c", 1)])
+        assert reserve.exists() and not live.log.stalled
+
+
 def test_a_database_that_reached_its_size_waits_for_room(tmp_path):
     """SQLite's own full disk, not a pretended one."""
     settings = config(tmp_path / "j")
