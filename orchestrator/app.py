@@ -21,6 +21,7 @@ from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, FeederCounters, StepSource
 from orchestrator.flags import OrchestratorConfig
+from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer, Clock, Observer
@@ -28,6 +29,15 @@ from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.reader import PatientReader, WorkerReplaced, ask
 from orchestrator.report import lines_of, table
 from orchestrator.runner import Patience, RunFailed, Runner
+from orchestrator.score_client import ScoreClient
+from orchestrator.scoring_parts import (
+    check_scoring,
+    evaluation,
+    evaluation_set,
+    packs_into,
+    scoring_hook,
+    trained_shape,
+)
 from orchestrator.steps import StepBook, StepRecord
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.trace import TraceRecord, TraceWriter
@@ -163,12 +173,19 @@ def _run(
     )
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
-    source, shape = make_source(config, config.vocab_size or able.vocab_size, plane.reserve)
+    check_scoring(config, able)
+    vocab_size = config.vocab_size or able.vocab_size
+    evaluated = evaluation_set(config, vocab_size)
+    source, shape = make_source(config, vocab_size, packs_into(config, plane.reserve))
+    shape = trained_shape(config, shape)
     check_shape(able, shape)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
-    client = TrainerClient(channel, run_id=config.run_id, shape=shape)
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))
-    feeder = Feeder(source, sender)
+    scorer = ScoreClient(channel, sender, config.run_id, lambda: client.epoch)
+    client = TrainerClient(
+        channel, run_id=config.run_id, shape=shape, evaluator=evaluation(evaluated, scorer)
+    )
+    feeder = Feeder(source, sender, score=scoring_hook(config, source, scorer, plane.reserve))
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
     metrics = operation.metrics
@@ -179,8 +196,8 @@ def _run(
         progress(book, step)
         metrics.on_step(book, step)
         operation.board.closed(book.get(step))
-        if plan.checkpoint_every and intake is not None:
-            _let_go(source, client)
+        if plan.checkpoint_every:
+            _note_durable(client, metrics, source if intake is not None else None)
 
     reader = PatientReader(client, operation.clock)
     compiles = _CompileCount(reader)
@@ -249,12 +266,18 @@ def _train(
             operation.board.running(plan, counters)
 
 
-def _let_go(source: StepSource, client: TrainerClient) -> None:
-    """Tell the source what a durable checkpoint covers. A worker that is away is asked next time."""
+def _note_durable(
+    client: TrainerClient, metrics: OrchestratorMetrics, source: StepSource | None
+) -> None:
+    """Tell who wants to know what a durable checkpoint covers. A worker that is away is asked next
+    time.
+    """
     with contextlib.suppress(grpc.RpcError):
         durable, _ = client.durability()
         if durable > 0:
-            source.step_durable(durable)
+            metrics.durable(durable)
+            if source is not None:
+                source.step_durable(durable)
 
 
 def last_checkpoint(steps_closed: int, plan: RunPlan) -> int:

@@ -56,6 +56,6 @@ def test_a_worker_that_stays_away_ends_the_run_with_the_reason() -> None:
         raise Away()
 
     clock = Clock()
-    with pytest.raises(RunFailed, match="connection refused.*can be resumed"):
+    with pytest.raises(RunFailed, match=r"connection refused.*can be resumed"):
         ask(read, clock, patience_s=10)
     assert 10 < clock.time_s < 15
