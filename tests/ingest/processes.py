@@ -125,8 +125,11 @@ def write_in_order(groups: list[str], target: Path) -> None:
     pq.write_table(table.take(order), target, row_group_size=64)
 
 
-def digest_from_file(rollouts: Path, folder: Path, worker: str, steps: int) -> str:
-    """The parameters that the same groups give when they are read from a file."""
+def digest_from_file(rollouts: Path, folder: Path, worker: str, steps: int, *flags: str) -> str:
+    """The parameters that the same groups give when they are read from a file.
+
+    `flags` come last, so that they override.
+    """
     result = folder / "recorded.json"
     done = subprocess.run(
         [
@@ -138,6 +141,7 @@ def digest_from_file(rollouts: Path, folder: Path, worker: str, steps: int) -> s
             f"--groups_per_batch={GROUPS_PER_BATCH}",
             f"--result_file={result}",
             "--progress=false",
+            *flags,
         ],
         capture_output=True,
         text=True,
