@@ -9,6 +9,7 @@ from absl import flags
 from prestage.strict_flags import define_finite_float
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.errors import EngineConfigError
+from trainer_worker.engines.processes import Processes
 
 _PRESET = flags.DEFINE_enum("preset", "tiny", ("tiny", "smollm2-135m"), "Model preset.")
 _RATE = define_finite_float("learning_rate", 1e-4, "AdamW learning rate.")
@@ -59,10 +60,13 @@ _KEEP = flags.DEFINE_integer(
 )
 
 
-def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> EngineParts:
-    """Build the engine that the flags describe. Raises `EngineConfigError`."""
+def create_from_flags(
+    *, max_inflight: int, checkpoint_dir: Path | None, processes: Processes | None = None
+) -> EngineParts:
+    """Build the engine that the flags describe; as one of `processes`. Raises `EngineConfigError`."""
     from trainer_worker.engines.jax_engine import config as c
     from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, TINY, create
+    from trainer_worker.engines.jax_engine.processes import start
 
     preset = _PRESET.value or ""
     try:
@@ -96,6 +100,8 @@ def create_from_flags(*, max_inflight: int, checkpoint_dir: Path | None) -> Engi
             head_mode=c.head_mode(_HEAD.value or ""),
             seed=_SEED.value,
         )
+        if processes is not None:
+            start(processes)
         return create(preset, config, checkpoint_dir=checkpoint_dir, keep=_KEEP.value)
     except (c.EngineConfigInvalid, ImportError) as error:
         raise EngineConfigError(f"engine jax: {error}") from error

@@ -81,13 +81,14 @@ def create_engine(name: str, processes: Processes | None = None) -> EngineParts:
     """
     if name == "timed":
         return _timed(processes)
-    if processes is not None:
-        raise EngineConfigError(f"engine {name} cannot be one of several processes")
     if name == "maxtext":
+        if processes is not None:
+            raise EngineConfigError("engine maxtext cannot be one of several processes here")
         from trainer_worker.engines.maxtext.create import create_maxtext
 
         return create_maxtext(_FACTORY.value or "")
     return create_from_flags(
         max_inflight=_INFLIGHT.value,
         checkpoint_dir=Path(_CHECKPOINTS.value) if _CHECKPOINTS.value else None,
+        processes=processes,
     )

@@ -2,8 +2,8 @@
 
 Safetensors and a manifest rather than orbax-checkpoint: orbax 0.12 does not fsync what its save
 path writes from Python (its only fsync is in deletion metadata), its write boundaries cannot be
-interrupted by a test, and it brings nine packages; the state of one device is a flat list of arrays.
-Several processes, each with shards of its own, are not what this does.
+interrupted by a test, and it brings nine packages; the state is a flat list of whole arrays. Several
+processes take the snapshot together, one of them writes it, and each reads the folder at a restore.
 
     step-7/state.safetensors   parameters and optimizer state, bit for bit
     step-7/manifest.json       position, and the dtype, shape and SHA-256 of every tensor
@@ -31,6 +31,7 @@ from safetensors.numpy import load_file, save_file
 
 from trainer_worker.engine import EngineError, RunPosition
 from trainer_worker.engines.jax_engine.engine import JaxEngine
+from trainer_worker.engines.jax_engine.processes import host_copy, named_state
 from trainer_worker.engines.jax_engine.programs import State
 from trainer_worker.engines.jax_engine.values import failing_as
 
@@ -106,17 +107,6 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def host_copy(state: State) -> dict[str, npt.NDArray[np.generic]]:
-    """Every leaf by its path, copied: later updates donate the buffers. Waits for the device."""
-    with failing_as(None):
-        return {name: np.array(leaf, copy=True, order="C") for name, leaf in _named(state).items()}
-
-
-def _named(state: State) -> dict[str, jax.Array]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
-
-
 class JaxCheckpoints:
     """See the module. `begin_save` and `restore` run on the device thread."""
 
@@ -144,7 +134,9 @@ class JaxCheckpoints:
                 f"checkpoint of step {position.step}: its train_step is {position.train_step}, the"
                 f" engine's is {self._engine.train_step}"
             )
-        return JaxSave(store=self, position=position, tensors=host_copy(self._engine.state))
+        with failing_as(None):
+            tensors = host_copy(self._engine.state)
+        return JaxSave(store=self, position=position, tensors=tensors)
 
     def durable_step(self) -> int | None:
         complete = self._complete()
@@ -169,7 +161,7 @@ class JaxCheckpoints:
         return manifest.position
 
     def _fit(self, path: Path, manifest: Manifest, tensors: HostTensors) -> State:
-        wanted = _named(self._engine.state)
+        wanted = named_state(self._engine.state)
         if odd := sorted(set(wanted) ^ set(tensors)) or sorted(set(wanted) ^ set(manifest.tensors)):
             raise EngineError(
                 f"checkpoint {path}: {odd[0]!r} is in only one of the checkpoint and the engine:"

@@ -20,6 +20,7 @@ from jax import Array
 
 from prestage.microbatch import FIELDS, MicroBatch
 from prestage.wire.errors import InvalidTensor
+from prestage.wire.layout import ShardRange
 from prestage.wire.validate import check_values
 from trainer_worker.engine import (
     CompileReport,
@@ -36,6 +37,7 @@ from trainer_worker.engines.jax_engine.config import EngineConfig
 from trainer_worker.engines.jax_engine.loss import host_denominator, segment_limit
 from trainer_worker.engines.jax_engine.mesh import Placement
 from trainer_worker.engines.jax_engine.model import HostParams, Params
+from trainer_worker.engines.jax_engine.processes import host_copy, many, part_of, to_host
 from trainer_worker.engines.jax_engine.programs import (
     DENOMINATOR,
     EVALUATE_SUMS,
@@ -158,6 +160,8 @@ class JaxEngine:
             self._spec = spec
             self._warm_up(self._programs, spec)
         self._idle_wait_s()  # Compiles, and so does not count.
+        if many():
+            host_copy(self._state)  # Compiles what a later one needs.
         self.wait_for_device()
         waits = tuple(self._idle_wait_s() for _ in range(IDLE_WAITS))
         return CompileReport(
@@ -189,7 +193,8 @@ class JaxEngine:
 
     def _warm_up(self, programs: Programs, spec: CompileSpec) -> None:
         """Run each executable once. The denominator is 0, so that no parameter changes."""
-        shape = (spec.rows, spec.tokens_per_row)
+        part = self.input_part(spec, jax.process_index())
+        shape = (part.row_count, part.token_count)
         empty = {name: np.zeros(shape, FIELDS[name].dtype) for name in spec.fields}
         batch = self._to_device(empty, spec.fields)
         self._sums, _ = programs.fwd_bwd(self._state.params, programs.zero(), batch)
@@ -258,21 +263,42 @@ class JaxEngine:
     # -- the step -------------------------------------------------------------------------------
 
     def prepare_fwd_bwd_input(self, batch: MicroBatch) -> Prepared:
-        with failing_as(batch.id):
-            arrays = self._to_device(batch.arrays, batch.arrays)
+        return self.prepare_part(batch, self.denominator(batch))
+
+    def denominator(self, batch: MicroBatch) -> float:
+        """What a whole micro-batch adds to the step's, as the host knows it."""
+        return host_denominator(self._config.loss, batch.arrays)
+
+    def input_part(self, spec: CompileSpec, process: int) -> ShardRange:
+        """The part of each micro-batch that a process holds. Raises `InvalidBatch`."""
+        self._check_split(spec)
+        return part_of(self._place.inputs, (spec.rows, spec.tokens_per_row), process)
+
+    def prepare_part(self, part: MicroBatch, denominator: float) -> Prepared:
+        """`part`: this process's rows and tokens; `denominator`: of the whole micro-batch."""
+        with failing_as(part.id):
+            arrays = self._to_device(part.arrays, part.arrays)
         return Prepared(
-            batch_id=batch.id,
-            digest=batch.digest,
-            device_bytes=batch.payload_bytes,
+            batch_id=part.id,
+            digest=part.digest,
+            device_bytes=part.payload_bytes,
             arrays=arrays,
-            denominator=host_denominator(self._config.loss, batch.arrays),
+            denominator=denominator,
         )
 
     def _to_device(
         self, arrays: Mapping[str, np.ndarray], fields: Iterable[str]
     ) -> dict[str, Array]:
-        """Start copying private copies of `fields`; the caller may reuse its arrays at once."""
-        return {name: self._place.place(name, arrays[name]) for name in fields}
+        """Start copying private copies of `fields`; the caller may reuse its arrays at once.
+
+        `arrays`: of this process's part of a micro-batch.
+        """
+        _, spec = self._ready()
+        shape = (spec.rows, spec.tokens_per_row)
+        return {
+            name: self._place.place(name, arrays[name], (*shape, *arrays[name].shape[2:]))
+            for name in fields
+        }
 
     def fwd_bwd(self, prepared: PreparedInput) -> DispatchedBatch:
         """Waits for the oldest micro-batch while `max_inflight` are in flight."""
@@ -351,8 +377,13 @@ class JaxEngine:
         self._check_content(batch)
 
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
-        programs, _ = self._ready()
+        self._ready()
         self._check_scored(batch)
+        return self.compute_logprobs_part(batch)
+
+    def compute_logprobs_part(self, batch: MicroBatch) -> ScoreResult:
+        """Of the whole micro-batch, given this process's part of it."""
+        programs, _ = self._ready()
         with failing_as(batch.id):
             arrays = self._to_device(batch.arrays, SCORE_FIELDS)
             scored = programs.score(self._state.params, arrays)
@@ -360,8 +391,13 @@ class JaxEngine:
 
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
         """Means over trained tokens, nats: `logprob`, `entropy`; and their number, `tokens`."""
-        programs, _ = self._ready()
+        self._ready()
         self._check_scored(batch)
+        return self.evaluate_part(batch)
+
+    def evaluate_part(self, batch: MicroBatch) -> Mapping[str, float]:
+        """Of the whole micro-batch, given this process's part of it."""
+        programs, _ = self._ready()
         with failing_as(batch.id):
             arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
             sums = read(programs.evaluate(self._state.params, arrays), batch.id)
@@ -374,7 +410,8 @@ class JaxEngine:
     def parameter_digest(self) -> str:
         whole = hashlib.sha256()
         for name, leaf in sorted(named_leaves(self._state.params).items()):
-            array = np.ascontiguousarray(read(leaf, None))
+            with failing_as(None):
+                array = to_host(leaf)
             whole.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
             whole.update(array.data)
         return whole.hexdigest()

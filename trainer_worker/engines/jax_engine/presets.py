@@ -13,6 +13,7 @@ from trainer_worker.engines.jax_engine.checkpoints import JaxCheckpoints
 from trainer_worker.engines.jax_engine.config import EngineConfig, EngineConfigInvalid, ModelConfig
 from trainer_worker.engines.jax_engine.engine import JaxEngine
 from trainer_worker.engines.jax_engine.model import HostParams, init_params
+from trainer_worker.engines.jax_engine.processes import JaxShards, many
 from trainer_worker.engines.jax_engine.weights import JaxWeights
 
 PRESETS: Final = ("tiny", "smollm2-135m")
@@ -74,4 +75,5 @@ def engine_parts(
             None if checkpoint_dir is None else JaxCheckpoints(engine, checkpoint_dir, keep=keep)
         ),
         weights=JaxWeights(engine),
+        shards=JaxShards(engine) if many() else None,
     )

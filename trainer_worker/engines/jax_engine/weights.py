@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from trainer_worker.engine import EngineError, TensorInfo
 from trainer_worker.engines.jax_engine.checkpoints import sha256_of, sync_path
 from trainer_worker.engines.jax_engine.engine import JaxEngine, named_leaves
+from trainer_worker.engines.jax_engine.processes import to_host
 from trainer_worker.engines.jax_engine.values import failing_as
 
 
@@ -50,7 +51,7 @@ class JaxWeights:
                 f"pinning version {version} takes {need} bytes; the budget is {memory_budget_bytes}"
             )
         with failing_as(None):
-            copies = {name: np.array(leaf, copy=True, order="C") for name, leaf in leaves.items()}
+            copies = {name: to_host(leaf) for name, leaf in leaves.items()}
         for copy in copies.values():
             copy.setflags(write=False)
         manifest = tuple(
