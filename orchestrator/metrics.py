@@ -17,6 +17,7 @@ from orchestrator.boundary import BoundaryState
 from orchestrator.calls import Lost, Note, NoteKind, Refused
 from orchestrator.feeder import FeederCounters
 from orchestrator.ingest.metrics import LiveMetrics
+from orchestrator.operation.run_metrics import RunMetrics
 from orchestrator.ports import Answer
 from orchestrator.steps import StepBook, StepRecord
 from prestage.operation.security_metrics import SecurityMetrics
@@ -107,12 +108,8 @@ class OrchestratorMetrics:
             ("reason",),
             registry=r,
         )
-        self._put_bytes = Gauge(
-            "prestage_put_bytes", "Payload bytes brought to the worker.", registry=r
-        )
-        self._put_retries = Gauge(
-            "prestage_put_retries", "Puts sent again after a transport failure.", registry=r
-        )
+        self.run = RunMetrics()
+        r.register(self.run)
         self._age = Gauge(
             "prestage_progress_age_seconds",
             "Seconds since the orchestrator last made progress.",
@@ -144,8 +141,8 @@ class OrchestratorMetrics:
         self._dropped_seen: dict[str, int] = {}
 
     def watch_feeder(self, counters: FeederCounters) -> None:
-        self._put_bytes.set_function(_reader(lambda: counters.put_bytes))
-        self._put_retries.set_function(_reader(lambda: counters.put_retries))
+        self.run.put_bytes = lambda: counters.put_bytes
+        self.run.put_retries = lambda: counters.put_retries
 
     def watch_liveness(
         self,
@@ -183,6 +180,7 @@ class OrchestratorMetrics:
 
     def on_note(self, note: Note) -> None:
         self._notes.labels(note.kind.value).inc()
+        self.run.on_note(note)
 
     def on_state(self, state: BoundaryState) -> None:
         self._step.set(state.mirror.step)
@@ -194,6 +192,7 @@ class OrchestratorMetrics:
     def on_step(self, book: StepBook, step: int) -> None:
         """A step's bookkeeping."""
         record = book.get(step)
+        self.run.on_step(record)
         if record.seconds >= 0:
             self._step_seconds.observe(record.seconds)
         for gauge, value in (
@@ -221,7 +220,3 @@ def _newest_idle(book: StepBook, step: int) -> float:
     return next(
         (item.boundary_idle_seconds for item in candidates if item.boundary_idle_seconds >= 0), -1.0
     )
-
-
-def _reader(read: Callable[[], int]) -> Callable[[], float]:
-    return lambda: float(read())

@@ -266,6 +266,12 @@ class RunBoard(WaitBoard):
         """Whether the worker compiles for this run now."""
         return self._state is RunState.COMPILING
 
+    @property
+    def staging(self) -> bool | None:
+        """Whether start-up decided to stage; None = it has not yet."""
+        plan = self._plan
+        return None if plan is None else plan.stage
+
     def view(self) -> RunView:
         """Everything, at one moment."""
         with self._lock:

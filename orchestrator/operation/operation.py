@@ -45,6 +45,7 @@ class Operation:
         self.board = RunBoard(self.control, budgets=budgets)
         self.clock = ControlledClock(self.control)
         self.metrics = OrchestratorMetrics()
+        self.metrics.run.staging = lambda: self.board.staging
         self.metrics.watch_data_wait(lambda: self.board.data_wait_seconds)
         self.ending = Ending(
             self.control,
@@ -62,6 +63,8 @@ class Operation:
     def before_send(self, send: Send) -> None:
         """The runner's hook: a pause waits here, a stop raises `RunStopped`."""
         self.control.before_send(send)
+        if send.resend:
+            self.metrics.run.resent(send.call.value)
         self.board.calling(send)
 
     def feeder(self, feeder: FeederPort) -> ControlledFeeder:

@@ -8,6 +8,7 @@ from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
 from orchestrator.put_client import PlanePut
 from orchestrator.runner import Patience, Runner
+from orchestrator.steps import StepBook
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.wire.channel import open_channel
 from prestage.wire.stream_plane import StreamSender
@@ -32,6 +33,11 @@ def run_operated(
         operation.board.begin("run", address)
         operation.board.running(plan, feeder.counters)
         operation.metrics.watch_feeder(feeder.counters)
+
+        def on_bookkeeping(book: StepBook, step: int) -> None:
+            operation.metrics.on_step(book, step)
+            operation.board.closed(book.get(step))
+
         try:
             Runner(
                 run_id="run",
@@ -41,7 +47,7 @@ def run_operated(
                 clock=operation.clock,
                 observers=(operation.metrics, operation.board),
                 patience=Patience(data_s=20.0, unreachable_s=10.0, backoff_s=0.01),
-                on_bookkeeping=lambda book, step: operation.board.closed(book.get(step)),
+                on_bookkeeping=on_bookkeeping,
                 before_send=operation.before_send,
             ).run()
             operation.board.finishing()
