@@ -60,7 +60,7 @@ def _train(argv: Sequence[str]) -> int:
     from orchestrator.runner import RunFailed
     from prestage.operation.logs import start_logs
     from prestage.operation.signals import hear_signals
-    from prestage.wire.channel import forbid_fork, tune_allocator
+    from prestage.wire.channel import forbid_fork, raise_file_limit, tune_allocator
     from prestage.wire.security import Security
     from prestage.wire.security_flags import security_config
 
@@ -70,6 +70,7 @@ def _train(argv: Sequence[str]) -> int:
         return 2
     start_logs("orchestrator")
     tune_allocator()
+    raise_file_limit()
     forbid_fork()
     try:
         config = config_from_flags(os.environ)

@@ -21,7 +21,7 @@ from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
 from prestage.operation.signals import hear_signals
 from prestage.strict_flags import define_seconds, define_strict_bool
-from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
+from prestage.wire.channel import AddressError, forbid_fork, raise_file_limit, tune_allocator
 from prestage.wire.security import SecurityError
 from prestage.wire.security_flags import security_config
 from trainer_worker.engines.errors import EngineConfigError
@@ -162,6 +162,7 @@ def main(argv: Sequence[str]) -> int:
         # Before any server runs, so that no SIGTERM is lost.
         hear_signals(on_signal)
         tune_allocator()
+        raise_file_limit()
         forbid_fork()
         server = WorkerServer(config)
         operated.server = server

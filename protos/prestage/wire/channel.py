@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import resource
 import socket
 import stat
 import sys
@@ -246,6 +247,17 @@ def forbid_fork() -> None:
 
 
 _fork_forbidden = False
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may: each connection is one. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):  # Some systems say "infinite" and mean less.
+            return soft
+    return hard
 
 
 def tune_allocator() -> bool:
