@@ -13,15 +13,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.chaos.faults import Fault
-from tests.chaos.harness import SETTINGS, Outcome, Setting, run_once
+from tests.chaos.harness import SETTINGS, Outcome, Setting, Starter, forked, run_once
 from tests.chaos.points import certain, covering, every_fault, pairs
 
 REFERENCE_RUNS = 3
 
 
-def undisturbed(setting: Setting) -> tuple[Outcome, dict[str, Counter[str]]]:
+def undisturbed(setting: Setting, starter: Starter) -> tuple[Outcome, dict[str, Counter[str]]]:
     """The run that every other is compared with, and the calls that it always makes."""
-    outcomes = [run_once(setting) for _ in range(REFERENCE_RUNS)]
+    outcomes = [run_once(setting, starter=starter) for _ in range(REFERENCE_RUNS)]
     first = outcomes[0]
     for outcome in outcomes:
         problems = outcome.judged(first).problems
@@ -76,8 +76,9 @@ def main(argv: Sequence[str]) -> int:
     started_s = time.monotonic()
     tally = Tally()
     print(f"seed {options.seed}")
-    for name in options.settings:
-        _one_setting(SETTINGS[name], options, tally)
+    with forked() as starter:
+        for name in options.settings:
+            _one_setting(SETTINGS[name], options, tally, starter)
     total = sum(tally.runs.values())
     print(tally.table())
     for setting, outcome in tally.failed:
@@ -91,8 +92,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if tally.failed else 0
 
 
-def _one_setting(setting: Setting, options: argparse.Namespace, tally: Tally) -> None:
-    reference, calls = undisturbed(setting)
+def _one_setting(
+    setting: Setting, options: argparse.Namespace, tally: Tally, starter: Starter
+) -> None:
+    reference, calls = undisturbed(setting, starter)
     faults = every_fault(calls)
     if options.points:
         faults = covering(faults, options.seed, options.points)
@@ -104,7 +107,7 @@ def _one_setting(setting: Setting, options: argparse.Namespace, tally: Tally) ->
 
     def one(number: int) -> Outcome:
         kept = options.keep / f"{setting.name}-{number}"
-        return run_once(setting, plans[number], kept=kept, reference=reference)
+        return run_once(setting, plans[number], kept=kept, reference=reference, starter=starter)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [pool.submit(one, number) for number in range(len(plans))]

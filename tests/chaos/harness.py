@@ -15,13 +15,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from orchestrator.check_trace import check_traces
 from prestage.trace import Trace, TraceRecord, read_trace
 from tests.chaos.faults import Fault, fired, write_faults
+from tests.chaos.zygote import Zygote
 
 ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 STEPS, MICRO_BATCHES = 4, 3
@@ -81,41 +83,100 @@ SETTINGS = {
 }
 
 
+class Running(Protocol):
+    """One process that was started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        ...
+
+
+Starter = Callable[[str, list[str], Path], Running]
+"""Starts `tests.chaos.PROGRAM` with arguments and a log file."""
+
+
+def spawned(program: str, arguments: list[str], log: Path) -> Running:
+    """A process of its own from the start, as a user starts it."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"tests.chaos.{program}", *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+@dataclass
+class Forked:
+    """A process that a zygote forked."""
+
+    zygote: Zygote
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self.zygote.poll(self.pid)
+        return self.code
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[Starter]:
+    """Processes whose imports were done once: a tenth of the time."""
+    zygotes = {program: Zygote(program) for program in ("worker", "orchestrator")}
+    try:
+        yield lambda program, arguments, log: Forked(
+            zygotes[program], zygotes[program].start(arguments, log)
+        )
+    finally:
+        for zygote in zygotes.values():
+            zygote.close()
+
+
 @dataclass
 class Process:
     """One of the two, over all its lives."""
 
     name: str
-    command: list[str]
+    arguments: list[str]
     log: Path
+    starter: Starter
     starts: int = 0
-    popen: subprocess.Popen[bytes] | None = None
+    running: Running | None = None
     codes: list[int] = field(default_factory=list)
 
     def start(self) -> None:
         self.starts += 1
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        with self.log.open("ab") as output:
-            self.popen = subprocess.Popen(
-                self.command, stdout=output, stderr=subprocess.STDOUT, env=environment
-            )
+        self.running = self.starter(self.name, self.arguments, self.log)
 
     def poll(self) -> int | None:
         """The exit status, once; None: it runs, or it was seen already."""
-        if self.popen is None or (code := self.popen.poll()) is None:
+        if self.running is None or (code := self.running.poll()) is None:
             return None
-        self.popen = None
+        self.running = None
         self.codes.append(code)
         return code
 
+    def signal(self, sign: signal.Signals) -> None:
+        """Only to a process that was not seen to end: its pid is still its own."""
+        if self.running is not None and self.running.poll() is None:
+            os.kill(self.running.pid, sign)
+
     def end(self, sign: signal.Signals, timeout_s: float = 20.0) -> int | None:
-        if self.popen is None:
+        """None: there was nothing to end. Raises `TimeoutError`."""
+        if self.running is None:
             return None
-        with contextlib.suppress(ProcessLookupError):
-            self.popen.send_signal(signal.SIGCONT)
-            self.popen.send_signal(sign)
-        code = self.popen.wait(timeout=timeout_s)
-        self.popen = None
+        self.signal(signal.SIGCONT)
+        self.signal(sign)
+        deadline_s = time.monotonic() + timeout_s
+        while (code := self.running.poll()) is None:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the {self.name} did not end on {sign.name}")
+            time.sleep(0.004)
+        self.running = None
         return code
 
 
@@ -168,15 +229,22 @@ def run_folder() -> Iterator[Path]:
 class ChaosRun:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, setting: Setting, faults: Sequence[Fault] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        setting: Setting,
+        faults: Sequence[Fault] = (),
+        starter: Starter = spawned,
+    ) -> None:
         self.folder = folder
         self.faults = tuple(faults)
         write_faults(folder, self.faults)
         (folder / "traces").mkdir(exist_ok=True)
         self.worker = Process(
             name="worker",
-            command=[
-                *(sys.executable, "-m", "tests.chaos.worker", str(folder)),
+            starter=starter,
+            arguments=[
+                str(folder),
                 f"--listen=unix://{folder}/w.sock",
                 f"--state_dir={folder}/state",
                 f"--checkpoint_dir={folder}/checkpoints",
@@ -187,8 +255,9 @@ class ChaosRun:
         )
         self.orchestrator = Process(
             name="orchestrator",
-            command=[
-                *(sys.executable, "-m", "tests.chaos.orchestrator", str(folder)),
+            starter=starter,
+            arguments=[
+                str(folder),
                 f"--trainer=unix://{folder}/w.sock",
                 "--run_id=run",
                 f"--trace_dir={folder}/own-trace",
@@ -222,7 +291,7 @@ class ChaosRun:
 
     def _await_socket(self, deadline_s: float) -> None:
         while not (self.folder / "w.sock").exists() and time.monotonic() < deadline_s:
-            if self.worker.popen is None or self.worker.popen.poll() is not None:
+            if self.worker.running is None or self.worker.running.poll() is not None:
                 return
             time.sleep(0.004)
 
@@ -254,8 +323,9 @@ class ChaosRun:
             note.unlink()
             self._resume_at = time.monotonic() + float(seconds), int(pid)
         if self._resume_at is not None and time.monotonic() >= self._resume_at[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._resume_at[1], signal.SIGCONT)
+            for process in (self.worker, self.orchestrator):
+                if process.running is not None and process.running.pid == self._resume_at[1]:
+                    process.signal(signal.SIGCONT)
             self._resume_at = None
 
     def _keep_trace(self) -> None:
@@ -275,8 +345,8 @@ class ChaosRun:
                 self.problems.append(f"the worker exited with {code}")
         try:
             code = self.worker.end(signal.SIGTERM)
-        except subprocess.TimeoutExpired:
-            self.problems.append("the worker did not end on SIGTERM")
+        except TimeoutError as error:
+            self.problems.append(str(error))
             return
         # One that was killed a moment before the end is told to end while it still loads.
         if code not in (0, None) and not (code == -signal.SIGTERM and self.worker.starts > 1):
@@ -366,13 +436,14 @@ def run_once(
     *,
     kept: Path | None = None,
     reference: Outcome | None = None,
+    starter: Starter = spawned,
 ) -> Outcome:
     """One run in a throw-away folder, judged against an undisturbed one if there is one.
 
     `kept`: where its files go if it had problems.
     """
     with run_folder() as folder:
-        outcome = ChaosRun(folder, setting, faults).run()
+        outcome = ChaosRun(folder, setting, faults, starter).run()
         if reference is not None:
             outcome = outcome.judged(reference)
         if outcome.problems and kept is not None:

@@ -11,19 +11,6 @@ from orchestrator.reader import ask
 from orchestrator.runner import RunFailed
 
 
-class Away(grpc.RpcError):
-    """As a transport says it."""
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return "connection refused"
-
-    def trailing_metadata(self) -> tuple[()]:
-        return ()
-
-
 @dataclass
 class Clock:
     time_s: float = 0.0
@@ -38,7 +25,11 @@ class Clock:
 
 
 def test_a_read_is_asked_again_until_the_worker_answers() -> None:
-    answers: list[Exception | int] = [Away(), Away(), 7]
+    answers: list[Exception | int] = [
+        grpc.RpcError("connection refused"),
+        grpc.RpcError("connection refused"),
+        7,
+    ]
 
     def read() -> int:
         answer = answers.pop(0)
@@ -53,7 +44,7 @@ def test_a_read_is_asked_again_until_the_worker_answers() -> None:
 
 def test_a_worker_that_stays_away_ends_the_run_with_the_reason() -> None:
     def read() -> int:
-        raise Away()
+        raise grpc.RpcError("connection refused")
 
     clock = Clock()
     with pytest.raises(RunFailed, match=r"connection refused.*can be resumed"):
