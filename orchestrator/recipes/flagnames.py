@@ -29,6 +29,7 @@ ORCHESTRATOR: Final = MappingProxyType(
         "checkpoint_every": "checkpoint_every",
         "weight_sync_every": "weight_sync_every",
         "eval_every": "eval_every",
+        "eval_rollouts": "eval_rollouts",
         "val_start_step": "val_start_step",
         "require_drop_audit": "require_drop_audit",
         "RETURN_ROUTED_EXPERTS": "router_replay",

@@ -282,6 +282,13 @@ _ALL: Final = (
     _key(_RUN, "eval_every", Kind.WHOLE, "0", "Steps between evaluations; 0: none."),
     _key(
         _RUN,
+        "eval_rollouts",
+        Kind.TEXT,
+        "",
+        "Recorded rollouts that evaluations score, a Parquet file; read with eval_every.",
+    ),
+    _key(
+        _RUN,
         "val_start_step",
         Kind.WHOLE,
         "0",

@@ -146,6 +146,11 @@ def orchestrator_program(s: Settings, site: Site) -> Program:
             ORCHESTRATOR_METRICS_PORT,
         ),
         *(_flag(ORCHESTRATOR, name, s.values[name]) for name in _PLAIN),
+        *(
+            [_flag(ORCHESTRATOR, "eval_rollouts", s.text("eval_rollouts"))]
+            if s.whole("eval_every")
+            else []
+        ),
         _flag(ORCHESTRATOR, "shared_memory_bytes", shared),
         _flag(ORCHESTRATOR, "trainer_wait_s", s.number("compile_budget_s")),
         _flag(ORCHESTRATOR, "progress", False),

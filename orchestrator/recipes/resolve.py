@@ -351,6 +351,11 @@ def _check_boundary(s: Settings) -> None:
 
 
 def _check_run(s: Settings) -> None:
+    if s.whole("eval_every") and not s.text("eval_rollouts"):
+        raise RecipeError(
+            f"eval_every is {s.whole('eval_every')} without eval_rollouts: set the Parquet file that"
+            " evaluations score, or eval_every: 0"
+        )
     if s.whole("checkpoint_every") and not s.text("checkpoint_dir"):
         raise RecipeError(
             f"checkpoint_every is {s.whole('checkpoint_every')} without checkpoint_dir: set the"

@@ -19,7 +19,6 @@ PROGRAMS = {"orchestrator": "orchestrator.main", "trainer_worker": "trainer_work
 # Flags that recipes need and a program does not have yet. Take a flag out once it is there.
 PENDING = {
     "orchestrator": {
-        "eval_every",
         "require_drop_audit",
         "router_replay",
         "tls_dir",

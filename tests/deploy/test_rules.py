@@ -41,6 +41,7 @@ EXACT_KEYS = [
     "checkpoint_every",
     "weight_sync_every",
     "eval_every",
+    "eval_rollouts",
     "val_start_step",
     "require_drop_audit",
     "engine",
@@ -116,6 +117,7 @@ CLEAN = {
     "shared_class": "files",
     "grace_s": "500",
     "compile_budget_s": "10",
+    "eval_rollouts": "/e.parquet",
 }
 PAIRS = {
     "accelerator": None,  # Other keys follow it: see the placement tests.
@@ -186,6 +188,17 @@ def test_caller_over_recipe_over_default_for_every_key(name: str) -> None:
 
 def test_a_value_said_twice_alike_is_no_conflict() -> None:
     assert demo({"rows": "4"}, rows="4").notes == ()
+
+
+def test_evaluations_need_rollouts_and_both_are_rendered() -> None:
+    with pytest.raises(RecipeError, match="eval_every is 5 without eval_rollouts"):
+        demo(eval_every="5")
+    settings = demo(eval_every="5", eval_rollouts="/e.parquet")
+    argv = launch(settings, site_of(settings)).orchestrator.argv
+    assert {"--eval_every=5", "--eval_rollouts=/e.parquet"} <= set(argv)
+    settings = demo(eval_rollouts="/e.parquet")
+    argv = launch(settings, site_of(settings)).orchestrator.argv
+    assert not any(word.startswith("--eval_rollouts") for word in argv)
 
 
 def test_the_environment_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rollouts(tmp_path_factory.mktemp("rollouts") / "rollouts.parquet")
 
 
+@pytest.mark.slow
 def test_with_one_update_per_batch_the_ratio_is_1(rollouts: Path) -> None:
     metrics = {}
     for old in ("current", "trainer"):
@@ -132,6 +133,7 @@ def reference(batch: MicroBatch, params: Mapping[str, F64]) -> F64:
     return np.where(batch.arrays["loss_mask"] == 1, found, 0)
 
 
+@pytest.mark.slow
 def test_with_several_updates_it_is_the_first_forward_of_the_batch(rollouts: Path) -> None:
     made = engine("trainer")
     plan = RunPlan(num_steps=8, trainer_logprobs=True, pipeline=True)
@@ -182,6 +184,7 @@ class Interrupting:
         return self._client.in_flight()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [False, True])
 def test_b6_evaluation_between_micro_batches_leaves_accumulation_untouched(stage: bool) -> None:
     plan = RunPlan(num_steps=3, pipeline=stage, stage=stage, latch_after=1000)
