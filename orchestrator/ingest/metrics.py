@@ -81,6 +81,10 @@ class LiveMetrics(Collector):
         """Where readings come from; None = no live run, or none any more."""
         self._read = read
 
+    def reading(self) -> LiveReading | None:
+        """One reading now; None without a live run. Safe from any thread."""
+        return self._read()
+
     def collect(self) -> Iterator[Metric]:
         reading = self._read()
         for name, text, counted in _COUNTERS:

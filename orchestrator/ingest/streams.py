@@ -58,6 +58,29 @@ def _ended(reason: RolloutReason, message: str) -> _Ended:
     return _Ended(RolloutRefusal(reason=reason, message=message))
 
 
+class RecentNames:
+    """The newest names of many: what is kept does not grow with the weeks."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._names: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, name: str) -> None:
+        self._names[name] = None
+        self._names.move_to_end(name)
+        if len(self._names) > self._most:
+            self._names.popitem(last=False)
+
+    def discard(self, name: str) -> None:
+        self._names.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Streams:
     """All streams of the service: who has not said a name yet, and who holds which name."""
 
@@ -84,8 +107,8 @@ class Streams:
         # Once the run has ended, producers that come back are still told so for a while.
         self._lingering = False
         self._told = threading.Condition(self._lock)
-        self._known: set[str] = set()  # Opened in this process.
-        self._parted: set[str] = set()  # Left by themselves, or were told of the end.
+        self._away = RecentNames()  # Opened in this process, and lost since.
+        self._parted = RecentNames()  # Left by themselves, or were told of the end.
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The gRPC handler."""
@@ -132,7 +155,7 @@ class Streams:
                     " fewer producers (one can carry many groups)",
                 )
             self._named[producer] = stream
-            self._known.add(producer)
+            stream.claimed = producer
             self._parted.discard(producer)
         if older is not None:
             older.end(
@@ -151,14 +174,16 @@ class Streams:
 
     def _part(self, producer: str) -> None:
         self._parted.add(producer)
+        self._away.discard(producer)
         self._told.notify_all()
 
     def _forget(self, stream: Stream) -> None:
         with self._lock:
             self._unopened.pop(id(stream), None)
-            for name, held in list(self._named.items()):
-                if held is stream:
-                    del self._named[name]
+            if self._named.get(stream.claimed) is stream:
+                del self._named[stream.claimed]
+                if stream.claimed not in self._parted:
+                    self._away.add(stream.claimed)
 
     def close(self, refusal: RolloutRefusal, *, linger_s: float = 0.0) -> None:
         """End every stream, and every later one, with `refusal`.
@@ -169,15 +194,19 @@ class Streams:
         with self._lock:
             self._closing, self._lingering = refusal, linger_s > 0
             streams = [*self._unopened.values(), *self._named.values()]
-            self._parted |= set(self._named)
+            for name in self._named:
+                self._part(name)
             self._unopened.clear()
             self._closed = streams
         for stream in streams:
             stream.end(refusal)
         if linger_s > 0:
-            away = self.log.producers()
+            durable = self.log.producers()
             with self._lock:
-                self._told.wait_for(lambda: away | self._known <= self._parted, linger_s)
+                self._told.wait_for(
+                    lambda: not self._away and all(name in self._parted for name in durable),
+                    linger_s,
+                )
                 self._lingering = False
 
     def settle(self) -> None:
@@ -225,7 +254,8 @@ class Stream:
         self._reader_done = False
         self._reading = False  # The reader waits for a message; else it works on one.
         self._heard_s = time.monotonic()
-        self._producer = ""
+        self.claimed = ""  # The name that it holds; written by `Streams`.
+        self._producer = ""  # The same, once the log has said from where.
         self._parts = TrajectoryParts(self._limits)
         self._holds_parts = False
         # Held while something is put into the log: who has it knows that nothing is on its way.
@@ -285,8 +315,9 @@ class Stream:
             self.end(ended.refusal)
         finally:
             self.end(None)
-            if self._producer:
-                self._streams.counters.producers(-1)
+            with self._cond:
+                if self._producer:
+                    self._streams.counters.producers(-1)
         refusal = self._refusal
         if refusal is not None:
             self._streams.counters.refused(refusal.reason)
@@ -423,8 +454,11 @@ class Stream:
                 " way into the log; connect again",
             )
         next_offset = self._streams.log.open_producer(opening.producer)
-        self._producer = opening.producer
-        self._streams.counters.producers(1)
+        with self._cond:
+            if self._ending:  # The handler may be gone: nobody would count it out again.
+                raise _Ended(None)
+            self._producer = opening.producer
+            self._streams.counters.producers(1)
         log.info("producer %r sends from offset %d", opening.producer, next_offset)
         opened = pb.ProducerOpened(next_offset=next_offset, window=self._limits.window)
         self._queue(pb.SubmitTrajectoriesResponse(opened=opened).SerializeToString())

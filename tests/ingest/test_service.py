@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from orchestrator.ingest.limits import IngestLimits
+from orchestrator.ingest.streams import RecentNames
 from prestage.rollout.refusals import RolloutReason, RolloutRefusal
 from prestage.rollout.v1 import rollout_pb2 as pb
 from prestage.rollout.v1.rollout_pb2_grpc import RolloutIngestStub
@@ -342,6 +343,28 @@ def test_a_process_that_stops_says_that_the_run_goes_on() -> None:
         producer.opened()
         where.server.stop(finished=False)
         assert reason_of(producer) is RolloutReason.STOPPING
+
+
+def test_producers_that_come_and_go_under_ever_new_names_leave_nothing() -> None:
+    names = RecentNames(most=3)
+    for number in range(10):
+        names.add(str(number))
+    names.add("8")
+    assert len(names) == 3 and "8" in names and "6" not in names
+    with served(limits=replace(LIMITS, max_producers=2)) as where:
+        for number in range(50):
+            with raw(where, f"p{number}") as producer:
+                producer.opened()
+                if number % 2:
+                    producer.drop(where)
+                else:
+                    producer.half_close()
+                    assert list(producer.call) == []
+        streams = where.server._streams
+        deadline = time.monotonic() + 10
+        while streams._named or streams._unopened:  # The last one was dropped just now.
+            assert time.monotonic() < deadline, streams._named
+        assert where.server.counts().producers == 0
 
 
 # -- WatchPolicy ----------------------------------------------------------------------------------
