@@ -76,6 +76,21 @@ def status_of(view: RunView) -> pb.RunStatus:
         uptime_seconds=view.now_s - view.started_s,
         pid=os.getpid(),
     )
+    live = view.live
+    if live is not None:
+        status.queue.live.CopyFrom(
+            pb.LiveQueue(
+                waiting_groups=live.queue_depth,
+                incomplete_groups=live.incomplete_groups,
+                producers=live.producers,
+                queue_bytes=live.queue_bytes,
+                queue_budget_bytes=live.queue_budget_bytes,
+                journal_bytes=live.journal_bytes,
+                journal_budget_bytes=live.journal_budget_bytes,
+                journal_lag_seconds=live.journal_lag_seconds,
+                producer_wait_seconds=live.producer_wait_seconds,
+            )
+        )
     boundary = view.boundary
     if boundary is not None:
         mirror = boundary.mirror

@@ -17,6 +17,7 @@ from typing import Final
 from orchestrator.boundary import BoundaryState
 from orchestrator.calls import Done, Lost, Note, Refused, Send
 from orchestrator.feeder import FeederCounters
+from orchestrator.ingest.metrics import LiveReading
 from orchestrator.operation.control import RunControl, WaitBoard
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer
@@ -100,6 +101,7 @@ class RunView:
     last_note: str
     put_bytes: int
     put_retries: int
+    live: LiveReading | None  # None: the rollouts are recorded ones.
     steps: tuple[StepRecord, ...]  # Closed ones, oldest first.
     calls: tuple[CallSpan, ...]  # Oldest first.
     stop_reason: str
@@ -141,6 +143,7 @@ class RunBoard(WaitBoard):
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
         self._calls: deque[CallSpan] = deque(maxlen=CALLS_KEPT)
         self.on_change: Callable[[], object] = lambda: None
+        self.live: Callable[[], LiveReading | None] = lambda: None
 
     # -- told by the application ------------------------------------------------------------------
 
@@ -274,6 +277,7 @@ class RunBoard(WaitBoard):
 
     def view(self) -> RunView:
         """Everything, at one moment."""
+        live = self.live()
         with self._lock:
             state, doing, allowance_s = self._stated()
             counters = self._counters
@@ -292,6 +296,7 @@ class RunBoard(WaitBoard):
                 last_note=self._last_note,
                 put_bytes=0 if counters is None else counters.put_bytes,
                 put_retries=0 if counters is None else counters.put_retries,
+                live=live,
                 steps=tuple(self._steps),
                 calls=tuple(self._calls),
                 stop_reason=self._control.stop_reason,

@@ -73,6 +73,15 @@ def text_of(status: pb.RunStatus) -> str:
         f"  notes       {_counts(dict(status.notes))}",
         f"  process     {status.pid}, up {_seconds(status.uptime_seconds)}",
     ]
+    if status.queue.HasField("live"):
+        live = status.queue.live
+        lines.insert(
+            5,
+            f"  rollouts    {live.waiting_groups} groups wait ({_bytes(live.queue_bytes)} of"
+            f" {_bytes(live.queue_budget_bytes)}), {live.incomplete_groups} are incomplete,"
+            f" {live.producers} producers; journal {_bytes(live.journal_bytes)} of"
+            f" {_bytes(live.journal_budget_bytes)}",
+        )
     if status.last_note:
         lines.append(f"  last note   {status.last_note}")
     if status.stop_reason:
@@ -106,6 +115,9 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--server_name", default="", metavar="NAME", help="the name in the server's certificate"
     )
+    parser.add_argument(
+        "--insecure", action="store_true", help="plain text to an address on another host"
+    )
     parser.add_argument("--json", action="store_true", help="print the status as JSON")
     if command in ("pause", "stop"):
         parser.add_argument(
@@ -123,7 +135,12 @@ def _channel(command: str, options: argparse.Namespace) -> grpc.Channel:
     check_address("--admin", options.admin)
     tls = Path(options.tls_dir) if options.tls_dir else None
     tokens = Path(options.token_dir) if options.token_dir else None
-    config = SecurityConfig(tls_dir=tls, token_dir=tokens, server_name=options.server_name)
+    config = SecurityConfig(
+        tls_dir=tls,
+        token_dir=tokens,
+        server_name=options.server_name,
+        insecure=options.insecure,
+    )
     looks = command == "status" and tokens is not None and (tokens / Role.READ.value).is_file()
     role = Role.READ if looks else Role.DRIVE
     return Security(config).open_channel("--admin", options.admin, role)

@@ -46,6 +46,7 @@ class Operation:
         self.clock = ControlledClock(self.control)
         self.metrics = OrchestratorMetrics()
         self.metrics.run.staging = lambda: self.board.staging
+        self.board.live = self.metrics.live.reading
         self.metrics.watch_data_wait(lambda: self.board.data_wait_seconds)
         self.ending = Ending(
             self.control,

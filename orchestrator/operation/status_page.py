@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Final
 
+from orchestrator.ingest.metrics import LiveReading
 from orchestrator.operation.board import CallSpan, RunView
 from orchestrator.steps import StepRecord
 from prestage.operation.pages import Page
@@ -57,6 +58,20 @@ def _call(span: CallSpan, origin_s: float) -> dict[str, object]:
     }
 
 
+def _live(live: LiveReading) -> dict[str, object]:
+    return {
+        "waiting_groups": live.queue_depth,
+        "incomplete_groups": live.incomplete_groups,
+        "producers": live.producers,
+        "queue_bytes": live.queue_bytes,
+        "queue_budget_bytes": live.queue_budget_bytes,
+        "journal_bytes": live.journal_bytes,
+        "journal_budget_bytes": live.journal_budget_bytes,
+        "journal_lag_seconds": _number(live.journal_lag_seconds),
+        "producer_wait_seconds": _number(live.producer_wait_seconds),
+    }
+
+
 def status_json(view: RunView) -> dict[str, object]:
     """What the page draws. Times in seconds since the process started."""
     origin_s = view.started_s
@@ -85,6 +100,7 @@ def status_json(view: RunView) -> dict[str, object]:
             "put_bytes": view.put_bytes,
             "put_retries": view.put_retries,
         },
+        "live": None if view.live is None else _live(view.live),
         "refusals": view.refusals,
         "notes": view.notes,
         "last_note": view.last_note,

@@ -19,7 +19,10 @@ import pytest
 
 from orchestrator.calls import Done, Lost, Note, NoteKind, Refused, Send
 from orchestrator.feeder import FeederCounters
+from orchestrator.ingest.metrics import LiveReading
+from orchestrator.operation.admin import status_of
 from orchestrator.operation.board import RunBoard
+from orchestrator.operation.cli import text_of
 from orchestrator.operation.control import RunControl
 from orchestrator.operation.status_page import status_json, status_pages
 from orchestrator.plan import RunPlan
@@ -34,9 +37,31 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HOSTILE = "run-<img src=x onerror=alert(1)>"
 
 
+LIVE = LiveReading(
+    accepted_tokens=1,
+    dropped_tokens={},
+    queue_depth=7,
+    formed_groups=9,
+    queue_bytes=1 << 20,
+    queue_budget_bytes=4 << 20,
+    incomplete_groups=2,
+    producers=3,
+    producer_wait_seconds=1.5,
+    journal_lag_seconds=0.0,
+    journal_bytes=5 << 20,
+    journal_budget_bytes=1 << 30,
+    commit_bounds=(),
+    commit_buckets=(),
+    commits=0,
+    commit_seconds=0.0,
+    policy_lag_updates=None,
+)
+
+
 def board() -> RunBoard:
     """Two closed steps, an open one, a refusal, a lost call, a note."""
     made = RunBoard(RunControl())
+    made.live = lambda: LIVE
     begun_s = made.view().started_s
     made.begin(HOSTILE, "unix:///run/w.sock")
     made.running(RunPlan(num_steps=9), FeederCounters(put_bytes=5 << 20, put_retries=2))
@@ -124,6 +149,26 @@ def test_the_json_holds_the_run_and_no_nan() -> None:
 def test_a_run_that_has_not_begun_has_a_page() -> None:
     read = status_json(RunBoard(RunControl()).view())
     assert (read["state"], read["phase"], read["steps"]) == ("STARTING", "", [])
+    assert read["live"] is None
+
+
+def test_a_live_runs_queue_is_in_the_json_and_in_the_status_of_the_command_line() -> None:
+    made = board()
+    assert status_json(made.view())["live"] == {
+        "waiting_groups": 7,
+        "incomplete_groups": 2,
+        "producers": 3,
+        "queue_bytes": 1 << 20,
+        "queue_budget_bytes": 4 << 20,
+        "journal_bytes": 5 << 20,
+        "journal_budget_bytes": 1 << 30,
+        "journal_lag_seconds": 0.0,
+        "producer_wait_seconds": 1.5,
+    }
+    text = text_of(status_of(made.view()))
+    assert "rollouts    7 groups wait (1.0 MiB of 4.0 MiB), 2 are incomplete, 3 producers" in text
+    made.live = lambda: None
+    assert "groups wait" not in text_of(status_of(made.view()))
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_cannot_be_written() -> None:
@@ -205,7 +250,13 @@ def test_a_browser_draws_the_run(tmp_path: Path) -> None:
     assert len(re.findall(r'class="call failed"', drawn)) == 2, "the lost call and the refused one"
     assert len(re.findall(r'class="band"', drawn)) == 2
     assert "step 1: 900 ms" in drawn
-    for text in ("STEP_OPEN", "next_step_late", "too_long", "5.0 MiB put, 2 repeated"):
+    for text in (
+        "STEP_OPEN",
+        "next_step_late",
+        "too_long",
+        "5.0 MiB put, 2 repeated",
+        "7 groups wait",
+    ):
         assert text in drawn, text
     assert re.search(r"<td>1</td><td>900 ms</td><td>2</td><td>0.12500</td>", drawn)
     assert 'id="lost" role="alert" style="display: none;"' in drawn

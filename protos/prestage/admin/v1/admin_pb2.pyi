@@ -133,14 +133,38 @@ class RunStatus(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., doing: _Optional[str] = ..., progress_age_seconds: _Optional[float] = ..., progress_allowance_seconds: _Optional[float] = ..., trainer: _Optional[str] = ..., incarnation: _Optional[str] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., num_steps: _Optional[int] = ..., micro_step: _Optional[int] = ..., train_step: _Optional[int] = ..., phase: _Optional[str] = ..., staged: _Optional[str] = ..., staging_latched: bool = ..., refusals: _Optional[_Mapping[str, int]] = ..., notes: _Optional[_Mapping[str, int]] = ..., last_note: _Optional[str] = ..., queue: _Optional[_Union[QueueStatus, _Mapping]] = ..., steps: _Optional[_Iterable[_Union[StepStatus, _Mapping]]] = ..., stop_reason: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class QueueStatus(_message.Message):
-    __slots__ = ("ready_micro_batches", "put_bytes", "put_retries")
+    __slots__ = ("ready_micro_batches", "put_bytes", "put_retries", "live")
     READY_MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
     PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUT_RETRIES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     ready_micro_batches: int
     put_bytes: int
     put_retries: int
-    def __init__(self, ready_micro_batches: _Optional[int] = ..., put_bytes: _Optional[int] = ..., put_retries: _Optional[int] = ...) -> None: ...
+    live: LiveQueue
+    def __init__(self, ready_micro_batches: _Optional[int] = ..., put_bytes: _Optional[int] = ..., put_retries: _Optional[int] = ..., live: _Optional[_Union[LiveQueue, _Mapping]] = ...) -> None: ...
+
+class LiveQueue(_message.Message):
+    __slots__ = ("waiting_groups", "incomplete_groups", "producers", "queue_bytes", "queue_budget_bytes", "journal_bytes", "journal_budget_bytes", "journal_lag_seconds", "producer_wait_seconds")
+    WAITING_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_LAG_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRODUCER_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    waiting_groups: int
+    incomplete_groups: int
+    producers: int
+    queue_bytes: int
+    queue_budget_bytes: int
+    journal_bytes: int
+    journal_budget_bytes: int
+    journal_lag_seconds: float
+    producer_wait_seconds: float
+    def __init__(self, waiting_groups: _Optional[int] = ..., incomplete_groups: _Optional[int] = ..., producers: _Optional[int] = ..., queue_bytes: _Optional[int] = ..., queue_budget_bytes: _Optional[int] = ..., journal_bytes: _Optional[int] = ..., journal_budget_bytes: _Optional[int] = ..., journal_lag_seconds: _Optional[float] = ..., producer_wait_seconds: _Optional[float] = ...) -> None: ...
 
 class StepStatus(_message.Message):
     __slots__ = ("step", "seconds", "micro_steps", "train_step", "boundary_idle_seconds", "stage_seconds", "device_wait_seconds", "staged_input_used", "loss", "reward_mean")
