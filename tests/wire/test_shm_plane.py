@@ -218,6 +218,31 @@ def test_a_new_worker_process_gets_a_new_pool(folder: Path) -> None:
     second.close()
 
 
+def test_a_worker_that_is_replaced_before_the_first_put_gets_a_pool_of_its_own(
+    folder: Path,
+) -> None:
+    """The pool was made, and packed into, for the one that made the offer."""
+    first = WorkerSlots(folder)
+    offers = [first.offer]
+    with put_server(shared_memory=first) as rig:
+        sender = SharedMemorySender(
+            rig.channel,
+            lambda: offers[-1],
+            pool_bytes=1 << 20,
+            fallback=StreamSender(rig.channel),
+        )
+        batch = packed(sample(), sender.reserve(layout_of_batch(sample())))
+        second = WorkerSlots(folder)
+        offers.append(second.offer)
+        first.close()
+    with put_server(shared_memory=second) as rig:
+        sender._call = type(sender._call)(rig.channel)
+        assert put(rig, sender, batch).stored
+        assert sender.counters.streamed == 0
+        assert same_arrays(rig.store.get(ref_of(sample())), sample())
+    second.close()
+
+
 # -- foreign and bad pools ----------------------------------------------------------------------
 
 

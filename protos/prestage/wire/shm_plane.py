@@ -538,25 +538,33 @@ class SharedMemorySender:
     def close(self) -> None:
         """Give the pool up. What the worker reads of it stays readable there."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.close()
-                self._pool = None
+            self._drop_pool()
         self._fallback.close()
 
     # -- holding the lock -------------------------------------------------------------------------
 
+    def _drop_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
     def _follow(self, incarnation: str) -> None:
-        """A new worker process: what the old one still reads is not known. Make a new pool."""
-        if self._incarnation not in ("", incarnation):
-            if self._pool is not None:
-                self._pool.close()
-                self._pool = None
+        """A new worker process: what the old one still reads is not known. Make a new pool.
+
+        The first one that is put to may also be another than the one that made the offer.
+        """
+        if incarnation != self._incarnation:
+            first = not self._incarnation
             try:
-                self._folder, self._secret = _accept(self._offer_of())
-                self._no_pool = ""
+                folder, secret = _accept(self._offer_of())
             except SharedMemoryUnavailable as error:
                 self._no_pool = str(error)
                 log.warning("micro-batches are streamed, not shared: %s", error)
+                self._drop_pool()
+            else:
+                if not first or secret != self._secret:
+                    self._drop_pool()
+                self._folder, self._secret, self._no_pool = folder, secret, ""
         self._incarnation = incarnation
 
     def _take(self, size: int) -> tuple[_Slot, Buffer] | None:
