@@ -80,7 +80,7 @@ def test_submit_waits_while_too_much_is_not_acknowledged(where: Served) -> None:
     assert len(where.log.taken) == 3
 
 
-def test_a_large_rollout_goes_in_parts(where: Served) -> None:
+def test_d12_d14_a_rollout_larger_than_a_message_goes_in_parts(where: Served) -> None:
     tokens = 3_000_000  # 24 MiB of tokens and log-probs: more than a message.
     large = Rollout(
         group_id="large",
@@ -248,7 +248,7 @@ def test_a_journal_that_was_replaced_is_noticed(where: Served) -> None:
         producer.close()
 
 
-def test_a_watcher_connects_again_and_misses_no_group(where: Served) -> None:
+def test_r11_a_watcher_connects_again_and_misses_no_group(where: Served) -> None:
     with connect(where) as producer:
         updates = producer.watch()
         seen: list[str] = []

@@ -106,7 +106,7 @@ def test_a_live_run_trains_what_a_recorded_one_trains_in_the_same_order(folder: 
 
 
 @pytest.mark.parametrize("flags", [(), ("--pipeline_step_boundary", "--stage_next_microbatch=on")])
-def test_kill_9_in_the_middle_changes_nothing(folder: Path, flags: tuple[str, ...]) -> None:
+def test_e2_r10_kill_9_in_the_middle_changes_nothing(folder: Path, flags: tuple[str, ...]) -> None:
     with worker() as address, live(folder, address, f"--num_steps={STEPS}", *flags) as run:
         # Slow enough to be in the middle of it when the process dies.
         producers = Replay(run.address, per_second=30.0)
@@ -167,6 +167,40 @@ def test_samplers_hear_of_every_group_and_of_the_end(folder: Path) -> None:
     for group in results:
         assert [receipt.accepted for receipt in group] == [True] * GROUP_SIZE + [False] * 2
         assert {receipt.reason for receipt in group[GROUP_SIZE:]} == {"over_generation"}
+
+
+def test_r12_a_run_without_producers_ends_with_the_reason(folder: Path) -> None:
+    with worker() as address, live(folder, address, "--data_wait_s=1") as run:
+        assert run.process is not None
+        assert run.process.wait(timeout=60) == 1
+    assert "are the rollout producers alive?" in run.log
+
+
+def test_c10_e2_a_group_that_never_completes_is_dropped_and_the_run_goes_on(folder: Path) -> None:
+    limits = TrajectoryLimits(tokens_per_row=1 << 20, vocab_size=1 << 30)
+    groups = list(RecordedRollouts(ROLLOUTS, limits).groups())
+    flags = ("--num_steps=2", "--group_timeout_s=1")
+    with worker() as address, live(folder, address, *flags) as run:
+        with RolloutProducer(run.address, producer="p", run_id="run") as producer:
+            first = groups[0].trajectories
+            for member in first[1:]:  # One never comes.
+                producer.submit(member)
+            producer.flush()
+            for update in producer.watch():
+                if groups[0].group_id in update.cancel_groups:
+                    break
+            late = producer.submit(first[0]).result(timeout=30)
+            assert late.reason == "group_already_dropped"
+            for group in groups[1 : 2 * GROUPS_PER_BATCH + 1]:
+                for member in group.trajectories:
+                    producer.submit(member)
+        result = run.finish()
+    steps = result["steps"]
+    assert isinstance(steps, list)
+    assert steps[0]["summary"]["dropped"] == {
+        "incomplete_group": GROUP_SIZE - 1,
+        "group_already_dropped": 1,
+    }
 
 
 def test_sigterm_stops_producers_without_loss_and_the_run_goes_on(folder: Path) -> None:
