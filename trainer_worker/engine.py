@@ -150,6 +150,7 @@ class UpdateResult:
     completion: Dispatched
     metrics: PendingMetrics
     dropless_replays: int = 0  # Micro-batches run again without drops since the last update.
+    dropped_assignments: int = 0  # Of tokens to experts, left out of the gradient that was applied.
 
 
 class TrainingEngine(Protocol):
@@ -332,6 +333,10 @@ def _never_lost() -> str:
     return ""
 
 
+def _stays_here(batch: MicroBatch) -> None:
+    del batch
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
     """One engine with its optional faces; `None` means it lacks that face."""
@@ -342,3 +347,5 @@ class EngineParts:
     weights: WeightExportEngine | None = None
     shards: ShardedInputs | None = None  # Of one process among several.
     lost: Callable[[], str] = _never_lost  # Why nothing can go on, for good. Any thread.
+    # Hears of each checked upload, on its thread, before it is answered: to bring it where it is needed.
+    bring: Callable[[MicroBatch], None] = _stays_here

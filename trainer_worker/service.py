@@ -806,6 +806,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 f"micro-batch {batch.id}: field {missing[0]!r} is missing; engine {able.engine}"
                 " insists on it"
             )
+        self._worker.parts.bring(batch)
 
     def PutMicroBatch(
         self,

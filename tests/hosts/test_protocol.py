@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orchestrator.bench.conformance.driver import Driver
 from orchestrator.plan import RunPlan
 from orchestrator.ports import Answer
 from orchestrator.runner import RunFailed
@@ -91,6 +92,49 @@ def test_a_part_that_is_there_is_not_sent_again() -> None:
         engine.abort_step()
         engine.fwd_bwd(engine.prepare_fwd_bwd_input(batch(0, 0))).wait()
         assert rig.hosts[1].keeper.received_bytes == before > 0
+
+
+def test_an_upload_is_answered_when_every_host_holds_its_part() -> None:
+    """So a stage copies to the device, and waits for no network."""
+    holds: list[int] = []
+
+    def watched(report: pb.Report) -> Sequence[pb.Report]:
+        if report.HasField("held"):
+            holds.append(report.held.received_bytes)
+        return [report]
+
+    with Rig(wires={1: Wire(to_leader=watched)}) as rig, served(rig.parts) as server:
+        rig.parts.training.compile(SPEC)
+        driver = Driver(address=address_of(server), shape=SHAPE)
+        driver.open()
+        driver.put(batch(0, 0))
+        assert len(holds) == 1 and holds[0] > 0
+        rig.parts.training.prepare_fwd_bwd_input(batch(0, 0))
+        assert holds[1:] == [0], "it was confirmed, not sent again"
+        driver.close()
+
+
+def test_a_part_on_its_way_while_its_step_is_restored_is_fetched_again(tmp_path: Path) -> None:
+    """What is cleared on the follower in the middle of a fetch is not lost, and nobody hangs."""
+    position = RunPosition(run_id="run", step=0, train_step=0, epoch=1, last_seq=9, data_cursor="")
+    here: list[Rig] = []
+    cleared: list[bool] = []
+
+    def slow(message: bytes) -> bytes:
+        if here and len(message) > 2000 and not cleared:
+            cleared.append(True)
+            assert here[0].parts.checkpoint is not None
+            assert here[0].parts.checkpoint.restore(0) == position
+        return message
+
+    with Rig(wires={1: Wire(shard=slow)}, checkpoint_dir=tmp_path) as rig:
+        assert rig.parts.checkpoint is not None
+        rig.parts.training.compile(SPEC)
+        rig.parts.checkpoint.begin_save(position).wait()
+        here.append(rig)
+        train(rig.parts, 1)
+        assert cleared
+        assert not rig.lost.is_set()
 
 
 def test_what_raises_everywhere_is_the_callers_and_the_group_goes_on() -> None:
@@ -542,7 +586,7 @@ COMMANDS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(COMMANDS, COMMANDS)
 def test_two_chains_end_alike_only_after_the_same_history(
     one: list[tuple[pb.Command, str]], other: list[tuple[pb.Command, str]]

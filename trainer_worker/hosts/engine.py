@@ -8,6 +8,7 @@ uses it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -195,6 +196,11 @@ class HostsEngine:
             return self._group.guarded(self._group.hold(ref, holds))
         finally:
             self._offers.withdraw(ref)
+
+    def bring_early(self, batch: MicroBatch) -> None:
+        """`bring` for an upload: what comes of a lost host is the next call's to say."""
+        with contextlib.suppress(HostLost):
+            self.bring(batch)
 
     def _with_input(self, batch: MicroBatch, command: pb.Command, *, settle: bool) -> Carried:
         """A command that reads a micro-batch: confirmed on every host before it is sent."""
@@ -384,4 +390,5 @@ def hosts_parts(parts: EngineParts, group: HostGroup, offers: Offers) -> EngineP
         checkpoint=None if parts.checkpoint is None else HostsCheckpoints(engine, parts.checkpoint),
         weights=None if parts.weights is None else HostsWeights(engine, parts.weights),
         lost=group.lost_reason,
+        bring=engine.bring_early,
     )

@@ -121,6 +121,10 @@ class Follower:
             self._watched.put(
                 _Watched(number=command.number, work=update.completion, metrics=update.metrics)
             )
+        elif command.HasField("compute_logprobs"):
+            self._keeper.release(command.compute_logprobs.batch)
+        elif command.HasField("evaluate"):
+            self._keeper.release(command.evaluate.batch)
         elif command.HasField("abort_step"):
             self._inputs.clear()
             self._needs(self._next[0], 0)

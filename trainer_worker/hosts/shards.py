@@ -18,7 +18,7 @@ from prestage.protocol import BatchRef
 from prestage.tensor.v1 import tensor_pb2
 from prestage.wire.codec import layout_of_batch, make_manifest
 from prestage.wire.digest import block_tokens
-from prestage.wire.errors import DamagedError, WireError
+from prestage.wire.errors import DamagedError, SupersededError, WireError
 from prestage.wire.layout import ShardRange
 from prestage.wire.limits import WireLimits
 from prestage.wire.store import MicroBatchStore
@@ -33,7 +33,7 @@ from trainer_worker.hosts.errors import OutOfStep
 
 log = logging.getLogger("prestage.hosts")
 
-_DAMAGED_ATTEMPTS: Final = 3
+_ATTEMPTS: Final = 3
 
 Fetch = Callable[[pb.MicroBatchRef], Iterator[bytes]]
 """Opens the stream of this host's part."""
@@ -116,17 +116,14 @@ class Offers:
         self._offers: dict[bytes, _Offer] = {}
 
     def offer(self, batch: MicroBatch, shards: Sequence[ShardRange]) -> pb.MicroBatchRef:
-        """Let the followers have it until `withdraw`. Hashes it, once. `shards`: by process."""
+        """Let the followers have it until `withdraw`. Costs nothing until one asks for its part.
+
+        `shards`: by process.
+        """
         ref = ref_of(batch)
         key = ref.SerializeToString(deterministic=True)
         with self._lock:
-            known = self._offers.get(key)
-            if known is not None:
-                known.users += 1
-                return ref
-        made = _Offer(batch, make_manifest(batch, with_blocks=True), tuple(shards))
-        with self._lock:
-            self._offers.setdefault(key, made).users += 1
+            self._offers.setdefault(key, _Offer(batch, tuple(shards))).users += 1
         return ref
 
     def withdraw(self, ref: pb.MicroBatchRef) -> None:
@@ -144,20 +141,26 @@ class Offers:
             offer = self._offers[ref.SerializeToString(deterministic=True)]
         shard = offer.shards[process_id]
         header = tensor_pb2.PutMicroBatchHeader(
-            manifest=offer.manifest, shard=shard_to_proto(shard)
+            manifest=offer.manifest(), shard=shard_to_proto(shard)
         )
         layout = layout_of_batch(offer.batch, shard)
         return map(serialize_part, upload_parts(offer.batch, header, layout, shard=shard))
 
 
 class _Offer:
-    def __init__(
-        self, batch: MicroBatch, manifest: tensor_pb2.Manifest, shards: tuple[ShardRange, ...]
-    ) -> None:
+    def __init__(self, batch: MicroBatch, shards: tuple[ShardRange, ...]) -> None:
         self.batch = batch
-        self.manifest = manifest
         self.shards = shards
         self.users = 0
+        self._making = threading.Lock()
+        self._manifest: tensor_pb2.Manifest | None = None
+
+    def manifest(self) -> tensor_pb2.Manifest:
+        """With the digest of each block, which takes a pass over all bytes: made once."""
+        with self._making:
+            if self._manifest is None:
+                self._manifest = make_manifest(self.batch, with_blocks=True)
+            return self._manifest
 
 
 class ShardKeeper:
@@ -190,15 +193,16 @@ class ShardKeeper:
         ready, _ = self._store.received_bytes(store_ref(hold.batch))
         if ready:
             return 0
-        for attempt in range(_DAMAGED_ATTEMPTS):
+        for _ in range(_ATTEMPTS - 1):
             try:
                 return self._take(hold)
             except DamagedError as error:
                 self.damaged += 1
-                if attempt == _DAMAGED_ATTEMPTS - 1:
-                    raise
                 log.warning("fetched again: %s", error)
-        raise AssertionError("the last attempt returns or raises")
+            except SupersededError as error:
+                # A restore or the end of a step cleared what was on its way: the leader still waits.
+                log.warning("fetched again: %s", error)
+        return self._take(hold)
 
     def _take(self, hold: pb.Hold) -> int:
         counted = _Counted(_expected(self._fetch(hold.batch), hold))
@@ -215,6 +219,10 @@ class ShardKeeper:
     def get(self, ref: pb.MicroBatchRef) -> MicroBatch:
         """Raises `WireError` when it is not held."""
         return self._store.get(store_ref(ref))
+
+    def release(self, ref: pb.MicroBatchRef) -> None:
+        """It is not needed any more."""
+        self._store.release(store_ref(ref))
 
     def needs(self, step: int, index: int) -> None:
         """What is trained next: room for it is always there, and earlier steps are over."""
