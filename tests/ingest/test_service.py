@@ -88,7 +88,8 @@ def test_a_gap_is_refused_and_names_both_offsets() -> None:
     with served() as where, raw(where) as producer:
         producer.opened()
         producer.send(submission(0))
-        assert producer.ack().offset == 0  # First: a refusal ends the stream and what it still owes.
+        # First its ack: a refusal ends the stream and what it still owes.
+        assert producer.ack().offset == 0
         producer.send(submission(2))
         refusal = producer.refusal()
         assert isinstance(refusal, RolloutRefusal)
