@@ -585,6 +585,15 @@ def _accumulating(state: BoundaryState) -> tuple[BoundaryState, Action]:
         return _pay(state, step - 1)
     if state.unbooked:
         return _local(state, LocalKind.BOOKKEEPING, state.unbooked[0])
+    if step >= state.plan.num_steps:
+        state = _note(
+            state,
+            NoteKind.ABORTED,
+            step,
+            f"the source ended before step {step} was whole: what was trained of it is dropped, and"
+            f" the run ends with step {step - 1}",
+        )
+        return _send(state, Send(call=Call.ABORT_STEP))
     for done, ref in enumerate(state.mirror.trained):
         ready = _find(state, step, done)
         if ready is not None and ready.digest != ref.digest:

@@ -76,6 +76,17 @@ class StepSource(Protocol):
         """
         ...
 
+    def first_micro_batch(
+        self, step: int, *, wanted: Callable[[], bool] = always
+    ) -> MicroBatch | None:
+        """Wait until micro-batch (step, 0) is fixed, while later groups of the step are not in.
+
+        None: it is not known before the whole step is, or not `wanted` any more; ask `open_step`.
+        When it is given here, the `open_step` of this step that follows begins with (step, 1).
+        Raises `SourceError`.
+        """
+        ...
+
     def data_cursor(self, next_step: int) -> str: ...
 
     def step_durable(self, step: int) -> None:
@@ -196,7 +207,16 @@ class Feeder:
             self._events.put(event)
 
     def _feed(self, generation: int, step: int) -> None:
-        feed = self._source.open_step(step, wanted=lambda: generation == self._generation)
+        def wanted() -> bool:
+            return generation == self._generation
+
+        # What is scored is scored whole, before its first micro-batch is put.
+        first = None
+        if self._score is None:
+            first = self._source.first_micro_batch(step, wanted=wanted)
+        if first is not None and not self._bring(generation, first, last=False):
+            return
+        feed = self._source.open_step(step, wanted=wanted)
         if feed is None:
             self._post(generation, SourceEnded(step=step))
             return
@@ -204,16 +224,22 @@ class Feeder:
         if self._score is not None:
             if not self._may_score(generation, step):
                 return
-            feed = self._score(feed, lambda: generation == self._generation)
-        count = feed.summary.micro_batches
-        for index, batch in enumerate(feed.micro_batches):
-            if not self._put(generation, batch):
+            feed = self._score(feed, wanted)
+        last = feed.summary.micro_batches - 1
+        for batch in feed.micro_batches:
+            if not self._bring(generation, batch, last=batch.id.index == last):
                 return
-            self.counters.micro_batches += 1
-            self._post(
-                generation,
-                Ready(step=step, index=index, digest=batch.digest, last=index == count - 1),
-            )
+
+    def _bring(self, generation: int, batch: MicroBatch, *, last: bool) -> bool:
+        """Put one micro-batch and say that it is ready. False: not wanted now."""
+        if not self._put(generation, batch):
+            return False
+        self.counters.micro_batches += 1
+        self._post(
+            generation,
+            Ready(step=batch.id.step, index=batch.id.index, digest=batch.digest, last=last),
+        )
+        return True
 
     def _may_score(self, generation: int, step: int) -> bool:
         """Wait until the step's weights are in place. False: something else is asked for now.

@@ -111,6 +111,9 @@ class SyntheticSource:
             micro_batches=batches(),
         )
 
+    def first_micro_batch(self, step: int, *, wanted: Callable[[], bool] = always) -> None:
+        del step, wanted
+
     def data_cursor(self, next_step: int) -> str:
         return f'{{"next_step": {next_step}}}'
 

@@ -40,6 +40,7 @@ from orchestrator.packing import (
     StepPlan,
     Written,
     check_plan,
+    first_micro_batch,
     plan_step,
 )
 from orchestrator.ports import StepSummary
@@ -66,6 +67,15 @@ class _Batch:
     skipped_steps: int  # Steps up to its end that had nothing to train.
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """Micro-batch 0 of a step that was not whole yet."""
+
+    step: int
+    plan: MicroBatchPlan
+    written: Written
+
+
 class LiveSource:
     """The steps of a run whose rollouts come in while it trains.
 
@@ -87,6 +97,7 @@ class LiveSource:
         self._taken: list[Formed[Record]] = []  # Of the batch that is filling.
         self._assignment = Assignment(config.policy, self._next.assignment)
         self._position = self._next.position
+        self._given: _Given | None = None
 
     def write_into(self, reserve: Reserve) -> None:
         """Write micro-batches into this memory from now on."""
@@ -112,6 +123,31 @@ class LiveSource:
         return StepFeed(
             summary=summary, micro_batches=self._micro_batches(step, groups, plan, summary)
         )
+
+    def first_micro_batch(
+        self, step: int, *, wanted: Callable[[], bool] = always
+    ) -> MicroBatch | None:
+        """Wait until the step's first groups fix its micro-batch 0, and give that.
+
+        None: the step is whole before that, or the source ended, or it is not `wanted`; ask
+        `open_step`. After one was given, the `open_step` that follows begins with index 1.
+
+        Raises: FeedError as `open_step`.
+        """
+        self._given = None
+        if not self._config.packing.early_first_micro_batch:
+            return None
+        try:
+            groups = self._first_groups(step, wanted)
+            if groups is None:
+                return None
+            taken, plan = groups
+            batch, counts = self._packer.pack(step, 0, plan, self._members(taken, plan))
+            self._commit_plan(batch, plan)
+        except (RolloutError, JournalError) as error:
+            raise FeedError(f"step {step}: {error}") from error
+        self._given = _Given(step=step, plan=plan, written=counts)
+        return batch
 
     def data_cursor(self, next_step: int) -> str:
         """Where a restored run goes on: at the first step that is not trained."""
@@ -172,48 +208,72 @@ class LiveSource:
     # -- groups to batches ------------------------------------------------------------------------
 
     def _batch(self, number: int, step: int, wanted: Callable[[], bool]) -> _Batch | None:
+        self._check_kept(step)
+        while True:
+            with self._lock:
+                if number in self._batches:
+                    return self._batches[number]
+                if number < self._next.batch:
+                    raise JournalError(f"rollout batch {number} was let go")
+            if not self._fill(wanted):
+                return None
+
+    def _check_kept(self, step: int) -> None:
         if step < self._durable_step:
             raise JournalError(
                 "its rollouts were let go, because a checkpoint that covers the steps below"
                 f" {self._durable_step} was durable; restore that one, or a newer one"
             )
-        while True:
-            with self._lock:
-                if number in self._batches:
-                    return self._batches[number]
-            batch = self._fill(wanted)
-            if batch is None:
-                return None
-            with self._lock:
-                self._batches[batch.start.batch] = batch
-                self._next = RetentionPoint(
-                    batch=batch.start.batch + 1,
-                    position=batch.position,
-                    assignment=batch.assignment,
-                    drops=batch.drops,
-                    skipped_steps=batch.skipped_steps,
-                )
-                self._retain()
 
-    def _fill(self, wanted: Callable[[], bool]) -> _Batch | None:
-        """The next batch, once it is whole. What is taken stays taken when the wait is left."""
-        shape, policy = self._config.batches, self._config.policy
-        number = self._next.batch
-        while len(self._taken) < shape.groups_per_batch:
-            group = self._log.await_group(self._position, lambda: wanted() and not self._closed)
-            if group is None:
+    def _first_groups(
+        self, step: int, wanted: Callable[[], bool]
+    ) -> tuple[tuple[Formed[Record], ...], MicroBatchPlan] | None:
+        """The groups that fix the step's micro-batch 0 before the step is whole, and its plan."""
+        shape, packing = self._config.batches, self._config.packing
+        number, part = shape.batch_of(step), shape.part(step)
+        self._check_kept(step)
+        while number > self._next.batch:
+            if not self._fill(wanted):
                 return None
-            self._position += 1
-            # Judged by the updates applied before the first step that trains it.
-            step = shape.step_of_place(number, len(self._taken))
-            if self._assignment.offer(group, step - self._next.skipped_steps):
-                self._taken.append(group)
-                continue
-            state = self._assignment.state
+        if number < self._next.batch:
+            return None  # Whole already.
+        room = packing.rows * packing.tokens_per_row
+        looked_at = 8  # Eighths of a micro-batch: the planner looks once at each beyond it.
+        while len(self._taken) < part.stop:
+            groups = tuple(self._taken[part])
+            eighths = 8 * _packed_tokens(groups, packing.align_tokens) // room
+            if eighths > looked_at:
+                looked_at = eighths
+                shadows = tuple(_shadow(group) for group in groups)
+                plan = first_micro_batch(shadows, shape.groups_per_step, packing)
+                if plan is not None:
+                    return groups, plan
+            if not self._take_group(wanted):
+                return None
+        return None
+
+    def _take_group(self, wanted: Callable[[], bool]) -> bool:
+        """Look at the next complete group, once it is in. False: it never comes, or is not wanted."""
+        group = self._log.await_group(self._position, lambda: wanted() and not self._closed)
+        if group is None:
+            return False
+        self._position += 1
+        # Judged by the updates applied before the first step that trains it.
+        step = self._config.batches.step_of_place(self._next.batch, len(self._taken))
+        if self._assignment.offer(group, step - self._next.skipped_steps):
+            self._taken.append(group)
+        else:
             drops = merge_drops(group.drops_before, self._assignment.drops)
-            check_alive(state.stale_in_a_row, policy, drops)
+            check_alive(self._assignment.state.stale_in_a_row, self._config.policy, drops)
+        return True
+
+    def _fill(self, wanted: Callable[[], bool]) -> bool:
+        """Have the next batch whole. What is taken stays taken when the wait is left (False)."""
+        while len(self._taken) < self._config.batches.groups_per_batch:
+            if not self._take_group(wanted):
+                return False
         groups, self._taken = tuple(self._taken), []
-        return _Batch(
+        batch = _Batch(
             start=self._next,
             groups=groups,
             position=self._position,
@@ -221,6 +281,17 @@ class LiveSource:
             drops=merge_drops(groups[-1].drops_before, self._assignment.drops),
             skipped_steps=self._next.skipped_steps + self._skipped(groups),
         )
+        with self._lock:
+            self._batches[batch.start.batch] = batch
+            self._next = RetentionPoint(
+                batch=batch.start.batch + 1,
+                position=batch.position,
+                assignment=batch.assignment,
+                drops=batch.drops,
+                skipped_steps=batch.skipped_steps,
+            )
+            self._retain()
+        return True
 
     def _skipped(self, groups: Sequence[Formed[Record]]) -> int:
         """Steps of a batch whose denominator is 0: their update is skipped, by rule."""
@@ -256,9 +327,18 @@ class LiveSource:
     def _micro_batches(
         self, step: int, groups: Sequence[Formed[Record]], plan: StepPlan, summary: StepSummary
     ) -> Iterator[MicroBatch]:
-        written: list[Written] = []
+        given, written = self._given, list[Written]()
+        self._given = None
+        if given is not None and given.step == step:
+            if given.plan != plan.micro_batches[0]:
+                raise FeedError(
+                    f"step {step}: its micro-batch 0 was sent before the step was whole, and is"
+                    " another one now: a fault in this program"
+                )
+            written.append(given.written)
         last = len(plan.micro_batches) - 1
-        for index, batch_plan in enumerate(plan.micro_batches):
+        for index in range(len(written), last + 1):
+            batch_plan = plan.micro_batches[index]
             try:
                 members = self._members(groups, batch_plan)
                 batch, counts = self._packer.pack(step, index, batch_plan, members)
@@ -266,11 +346,15 @@ class LiveSource:
                 if index == last:
                     # Before the last micro-batch leaves: the update goes with it.
                     _check_balance(groups, written, summary)
-                names = dict.fromkeys(segment.group_id for segment in batch_plan.segments)
-                self._log.commit_micro_batch(step, index, batch.digest, tuple(names))
+                self._commit_plan(batch, batch_plan)
             except (RolloutError, JournalError) as error:
                 raise FeedError(f"step {step}: {error}") from error
             yield batch
+
+    def _commit_plan(self, batch: MicroBatch, plan: MicroBatchPlan) -> None:
+        """Before it is handed out: its digest and groups are durable, or the same as before."""
+        names = tuple(dict.fromkeys(segment.group_id for segment in plan.segments))
+        self._log.commit_micro_batch(batch.id.step, batch.id.index, batch.digest, names)
 
     def _members(
         self, groups: Sequence[Formed[Record]], plan: MicroBatchPlan
@@ -292,6 +376,16 @@ class LiveSource:
 
 def _trained_tokens(groups: Sequence[Formed[Record]]) -> int:
     return sum(record.trained_tokens for group in groups for record in group.members)
+
+
+def _packed_tokens(groups: Sequence[Formed[Record]], align: int) -> int:
+    """Tokens that the groups take in rows, alignment included."""
+    return sum(
+        -(-record.total_tokens // align) * align
+        for group in groups
+        for record in group.members
+        if record.completion_tokens
+    )
 
 
 def _shadow(group: Formed[Record]) -> Group:
