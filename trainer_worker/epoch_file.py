@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
+
+
+_MAX_DIGITS: Final = 18
+"""An epoch fits in 63 bits, with room to count on."""
 
 
 class StateFolderError(Exception):
@@ -21,15 +26,20 @@ class EpochFile:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            text = self._path.read_text().strip() if self._path.exists() else "0"
+            text = self._read().strip() if self._path.exists() else "0"
         except OSError as error:
             raise StateFolderError(f"--state_dir {folder}: {error}") from error
-        if not text.isdecimal():
+        if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
             raise StateFolderError(
                 f"{self._path} holds {text[:40]!r}, not a number: it was damaged; write the last"
                 " epoch from the orchestrator's log into it, or a larger number"
             )
         self._epoch = int(text)
+
+    def _read(self) -> str:
+        assert self._path is not None
+        with self._path.open("rb") as file:
+            return file.read(4096).decode(errors="replace")
 
     @property
     def epoch(self) -> int:

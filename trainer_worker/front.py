@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Protocol, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from prestage.protocol import Call, Lifecycle, Reason
 from prestage.state_proto import lifecycle_to_proto
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.errors import DOMAIN, abort_with
+from prestage.wire.limits import MAX_CONTROL_BYTES, MAX_CONTROL_FIELDS
+from prestage.wire.scan import ScanError, count_fields
 from trainer_worker.service import MethodHandler
 
 SERVICE: Final = "prestage.trainer.v1.TrainerWorker"
@@ -70,7 +73,25 @@ def observed(handlers: Mapping[str, MethodHandler], observe: Observe) -> dict[st
     }
 
 
+def _parsed(
+    name: str, raw: object, context: grpc.ServicerContext, parse: Callable[[bytes], object]
+) -> object:
+    """The request; a malformed one is answered like any other bad request, before it takes memory."""
+    assert isinstance(raw, bytes)
+    try:
+        if len(raw) > MAX_CONTROL_BYTES:
+            raise ScanError(f"it has {len(raw)} bytes; at most {MAX_CONTROL_BYTES} are read")
+        count_fields(raw, {}, most=MAX_CONTROL_FIELDS)
+        return parse(raw)
+    except (ScanError, DecodeError) as error:
+        abort_with(context, Reason.INVALID_REQUEST, f"{name}: not a request of this call: {error}")
+
+
 def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHandler:
+    # Requests of streams are parsed by their handlers, one by one.
+    own = handler.request_deserializer
+    parse = None if handler.request_streaming or own is None else own
+
     def tell(context: grpc.ServicerContext, started_s: float, failed: bool) -> None:
         code = cast(_Answered, context).code() or (
             grpc.StatusCode.UNKNOWN if failed else grpc.StatusCode.OK
@@ -81,6 +102,8 @@ def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHand
     def one(request: object, context: grpc.ServicerContext) -> object:
         started_s, failed = time.monotonic(), True
         try:
+            if parse is not None:
+                request = _parsed(name, request, context, parse)
             response = behavior(request, context)
             failed = False
             return response
@@ -90,6 +113,8 @@ def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHand
     def many(request: object, context: grpc.ServicerContext) -> Iterator[object]:
         started_s, failed = time.monotonic(), True
         try:
+            if parse is not None:
+                request = _parsed(name, request, context, parse)
             yield from cast(Iterator[object], behavior(request, context))
             failed = False
         finally:
@@ -104,7 +129,7 @@ def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHand
         )
         made: object = make(
             many,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=None if parse is not None else own,
             response_serializer=handler.response_serializer,
         )
     else:
@@ -116,7 +141,7 @@ def _observed(name: str, handler: MethodHandler, observe: Observe) -> MethodHand
         )
         made = make_one(
             one,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=None if parse is not None else own,
             response_serializer=handler.response_serializer,
         )
     return cast(MethodHandler, made)

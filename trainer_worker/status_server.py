@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from prestage.protocol import Reason
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
-from prestage.wire.channel import ServerGuard, bind, make_server
+from prestage.wire.channel import CONTROL_ONLY, ServerGuard, bind, make_server
 from prestage.wire.errors import abort_with
 from prestage.wire.stream_slots import StreamGate, StreamSlots
 from trainer_worker.front import SERVICE
@@ -52,7 +52,9 @@ class StatusServer:
         """Not serving until told otherwise. Raises `AddressError`."""
         # Streams of requests (reflection) get two of the threads at most: health has the others.
         gate = StreamGate(StreamSlots(2))
-        self._server = make_server(4, name="status", guard=guard, interceptors=(gate,))
+        self._server = make_server(
+            4, name="status", guard=guard, interceptors=(gate,), changes=CONTROL_ONLY
+        )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         pb_grpc.add_TrainerStatusServicer_to_server(_Status(state), self._server)

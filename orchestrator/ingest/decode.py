@@ -15,7 +15,6 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from orchestrator.ingest.limits import IngestLimits
-from orchestrator.ingest.scan import Nested, ScanError, count_fields
 from orchestrator.trajectory import (
     Defect,
     DropReason,
@@ -27,6 +26,7 @@ from orchestrator.trajectory import (
     Uint8,
 )
 from prestage.rollout.v1 import rollout_pb2 as pb
+from prestage.wire.scan import Nested, ScanError, count_fields
 
 MAX_GROUP_ID: Final = 256
 MAX_PRODUCER: Final = 128

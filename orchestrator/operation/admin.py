@@ -20,7 +20,7 @@ from prestage.admin.v1 import admin_pb2 as pb
 from prestage.admin.v1 import admin_pb2_grpc as pb_grpc
 from prestage.operation.addresses import check_free
 from prestage.protocol import Reason
-from prestage.wire.channel import ServerGuard, bind, make_server
+from prestage.wire.channel import CONTROL_ONLY, ServerGuard, bind, make_server
 from prestage.wire.errors import abort_with
 from prestage.wire.stream_slots import StreamGate, StreamSlots
 
@@ -158,7 +158,9 @@ class AdminServer:
         check_free(flag, address)
         # Streams of requests (reflection) get two of the threads at most: health has the others.
         gate = StreamGate(StreamSlots(2))
-        self._server = make_server(THREADS, name="admin", guard=guard, interceptors=(gate,))
+        self._server = make_server(
+            THREADS, name="admin", guard=guard, interceptors=(gate,), changes=CONTROL_ONLY
+        )
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         pb_grpc.add_OrchestratorAdminServicer_to_server(_Admin(view, control, stop), self._server)

@@ -114,16 +114,32 @@ class Trace:
 def _parse(path: Path, number: int, line: str) -> Mapping[str, object]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # A number of too many digits is the former.
         raise TraceError(f"{path}:{number}: not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise TraceError(f"{path}:{number}: not a trace record (an object with a 'type')")
     return value
 
 
+def _fits(value: object, kind: str) -> bool:
+    """Whether a JSON value is one of a field of this type. Numbers are finite and fit in 64 bits."""
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if not -(2**63) <= value < 2**63:  # False for NaN, too.
+        return False
+    return kind == "float" or isinstance(value, int)
+
+
 def read_trace(path: Path) -> Trace:
     """Read one NDJSON trace. Raises `TraceError` naming the line; a torn last line is an error."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     if not lines:
         raise TraceError(f"{path}: empty; expected a header line of format {FORMAT}")
     header = _parse(path, 1, lines[0])
@@ -140,14 +156,20 @@ def read_trace(path: Path) -> Trace:
         unknown = sorted(set(value) - known)
         if unknown:
             raise TraceError(f"{path}:{number}: unknown field(s) {', '.join(unknown)}")
+        for item in fields(record_type):
+            if item.name in value and not _fits(value[item.name], str(item.type)):
+                raise TraceError(
+                    f"{path}:{number}: {item.name} is {str(value[item.name])[:80]!r}; it is"
+                    f" {item.type}"
+                )
         try:
             records.append(record_type(**value))  # type: ignore[arg-type]
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise TraceError(f"{path}:{number}: {error}") from error
     origin = header.get("clock_origin_s")
     return Trace(
         side=str(header.get("side")),
-        clock_origin_s=float(origin) if isinstance(origin, int | float) else 0.0,
+        clock_origin_s=float(origin) if _fits(origin, "float") else 0.0,  # type: ignore[arg-type]
         records=tuple(records),
     )
 

@@ -19,9 +19,9 @@ from orchestrator.ingest.decode import (
     parse_request,
 )
 from orchestrator.ingest.limits import IngestLimits
-from orchestrator.ingest.scan import ScanError, count_fields
 from orchestrator.trajectory import DropReason, Trajectory, TrajectoryError
 from prestage.rollout.v1 import rollout_pb2 as pb
+from prestage.wire.scan import ScanError, count_fields
 
 LIMITS = IngestLimits()
 ASSISTANT, ENVIRONMENT = pb.SEGMENT_SOURCE_ASSISTANT, pb.SEGMENT_SOURCE_ENVIRONMENT

@@ -99,6 +99,7 @@ def frozen(driver: Driver) -> bytes:
     state = driver.state()
     state.seconds_since_progress = 0
     state.durable_step = 0
+    state.in_flight = 0
     return state.SerializeToString(deterministic=True)
 
 

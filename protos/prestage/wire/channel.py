@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import grpc
@@ -32,6 +33,9 @@ MAX_CONNECTIONS: Final = 1024
 HANDSHAKE_MS: Final = 10_000
 """A connection that has not finished its handshake by then is closed."""
 MAX_METADATA_BYTES: Final = 16 << 10
+
+CONTROL_ONLY: Final = MappingProxyType({"grpc.max_receive_message_length": 1 << 20})
+"""Changes for a server that takes no payloads."""
 
 Option = tuple[str, int]
 

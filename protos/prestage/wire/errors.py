@@ -21,6 +21,7 @@ from typing import Final, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -178,7 +179,7 @@ def error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
     """Our ErrorInfo in a call's status; None when the status came from the transport."""
     try:
         status = rpc_status.from_call(call)
-    except ValueError:  # Details that contradict the status: not the worker's.
+    except (ValueError, DecodeError):  # Damaged, or contradicting the status: not the worker's.
         return None
     for detail in status.details if status is not None else ():
         info = error_details_pb2.ErrorInfo()

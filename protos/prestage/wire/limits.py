@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +17,12 @@ class WireLimits:
     max_payload_bytes: int = 64 << 30
     max_padded_bytes: int = 128 << 30
     max_chunk_bytes: int = 4 << 20
+
+
+MAX_PART_BYTES: Final = (4 << 20) + (64 << 10)
+"""A message of an upload: a chunk, or a header with the block digests of a whole micro-batch."""
+MAX_PART_FIELDS: Final = 65_536 + 1024
+"""In it, at all levels: a length for each row, and little else."""
+MAX_CONTROL_BYTES: Final = 1 << 20
+"""Every other request."""
+MAX_CONTROL_FIELDS: Final = 4096

@@ -37,8 +37,9 @@ from prestage.wire.codec import (
 )
 from prestage.wire.errors import CodecError, Refusal, SupersededError, WireError, classify
 from prestage.wire.layout import Layout, ShardRange
-from prestage.wire.limits import WireLimits
+from prestage.wire.limits import MAX_PART_BYTES, MAX_PART_FIELDS, WireLimits
 from prestage.wire.planes import SendBuffer, SlotReader
+from prestage.wire.scan import count_fields, nested_fields
 from prestage.wire.store import MicroBatchStore
 from prestage.wire.validate import check_padding
 
@@ -50,6 +51,7 @@ PUT_METHOD: Final = "/prestage.trainer.v1.TrainerWorker/PutMicroBatch"
 _CHUNK_TAG: Final = (pb.PutMicroBatchRequest.CHUNK_FIELD_NUMBER << 3) | 2
 _OFFSET_TAG: Final = (pb.PutMicroBatchChunk.OFFSET_FIELD_NUMBER << 3) | 0
 _DATA_TAG: Final = (pb.PutMicroBatchChunk.DATA_FIELD_NUMBER << 3) | 2
+_NESTED: Final = nested_fields(pb.PutMicroBatchRequest)
 _BROKEN_KEPT: Final = 64
 _DAMAGED_ATTEMPTS: Final = 3
 
@@ -125,8 +127,14 @@ def parse_part(message: bytes) -> Part:
 
 
 def _parse_protobuf(message: bytes) -> Part:
+    if len(message) > MAX_PART_BYTES:
+        raise CodecError(
+            f"a message of an upload has {len(message)} bytes; at most {MAX_PART_BYTES} are read:"
+            " send the content in smaller chunks"
+        )
     part = pb.PutMicroBatchRequest()
     try:
+        count_fields(message, _NESTED, most=MAX_PART_FIELDS)
         part.ParseFromString(message)
     except Exception as error:  # protobuf's DecodeError; its class differs between runtimes.
         raise CodecError(f"not a PutMicroBatchRequest: {str(error)[:200]}") from error

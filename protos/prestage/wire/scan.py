@@ -1,13 +1,16 @@
 """Bounds how many fields a message has before the parser makes an object of each.
 
-An empty segment is 2 bytes on the wire and dozens in memory: a message within its byte limit could
-otherwise take a hundred times its size. Reads bytes only; knows nothing of trajectories.
+An empty inner message is 2 bytes on the wire and dozens in memory: a message within its byte limit could
+otherwise take a hundred times its size. Reads bytes only; knows nothing of what a message means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 
 class ScanError(ValueError):
@@ -70,3 +73,16 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
     raise ScanError(f"a number at byte {at} has more than 10 bytes")
+
+
+def nested_fields(message: type[Message]) -> Nested:
+    """The fields of a message that are messages, at all levels. For messages that are not recursive."""
+    return _below(cast(Descriptor, message.DESCRIPTOR))  # The C runtime's has the same fields.
+
+
+def _below(descriptor: Descriptor) -> Nested:
+    return {
+        field.number: _below(field.message_type)
+        for field in descriptor.fields
+        if field.message_type is not None
+    }
