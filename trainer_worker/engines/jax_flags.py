@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
 
-from prestage.strict_flags import define_finite_float
+from prestage.strict_flags import define_finite_float, define_strict_bool
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.processes import Processes
@@ -24,6 +25,24 @@ _CHUNK = flags.DEFINE_integer(
 )
 _HEAD = flags.DEFINE_enum(
     "logps_sharded_head", "off", ("off", "local", "vocab", "auto"), "Sharded log-prob head."
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype",
+    "float32",
+    ("float32", "bfloat16"),
+    "Dtype of activations and products; master weights and optimizer state are f32 in any case.",
+)
+_CAST = define_strict_bool(
+    "cast_grads_after_all_reduce",
+    False,
+    "With --dtype=bfloat16: sum the gradients of dense products over tokens and devices in bfloat16"
+    " and cast them to f32 then.",
+)
+_PRECISION = flags.DEFINE_enum(
+    "matmul_precision",
+    "highest",
+    ("default", "high", "highest"),
+    "Precision of f32 products where the device has several; a CPU has one.",
 )
 _FSDP = flags.DEFINE_integer(
     "mesh_fsdp", 1, "Devices that share rows and parameters out between them.", lower_bound=1
@@ -89,7 +108,12 @@ def create_from_flags(
             max_grad_norm=_CLIP.value,
         )
         config = c.EngineConfig(
-            model=TINY,
+            model=replace(
+                TINY,
+                compute_dtype=c.dtype(_DTYPE.value or ""),
+                cast_grads_after_all_reduce=bool(_CAST.value),
+            ),
+            matmul_precision=c.matmul_precision(_PRECISION.value or ""),
             mesh=c.MeshShape(
                 fsdp=_FSDP.value or 1, context=_CONTEXT.value or 1, expert=_EXPERT.value or 1
             ),

@@ -42,7 +42,9 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied_head: bool = True
-    compute_dtype: Dtype = "float32"
+    compute_dtype: Dtype = "float32"  # Of activations and products; master weights are f32.
+    # Sum the gradients of dense products over tokens and devices in compute_dtype, cast then.
+    cast_grads_after_all_reduce: bool = False
     query_block: int = 256  # Queries whose scores exist at a time.
 
     def __post_init__(self) -> None:
@@ -58,6 +60,11 @@ class ModelConfig:
         ):
             _require(value >= 1, f"{name} is {value}; use 1 or more")
         _one_of("compute_dtype", self.compute_dtype, get_args(Dtype))
+        _require(
+            not self.cast_grads_after_all_reduce or self.compute_dtype != "float32",
+            "cast_grads_after_all_reduce does nothing with dtype float32, whose gradients are f32"
+            " already: leave it out, or use dtype bfloat16",
+        )
         _require(
             math.isfinite(self.rope_theta) and self.rope_theta > 0,
             f"rope_theta is {self.rope_theta}; use a number above 0",
@@ -249,6 +256,14 @@ def old_logprobs(text: str) -> OldLogprobs:
 
 def kl_estimator(text: str) -> KlEstimator:
     return cast(KlEstimator, _one_of("kl_estimator", text, get_args(KlEstimator)))
+
+
+def dtype(text: str) -> Dtype:
+    return cast(Dtype, _one_of("dtype", text, get_args(Dtype)))
+
+
+def matmul_precision(text: str) -> MatmulPrecision:
+    return cast(MatmulPrecision, _one_of("matmul_precision", text, get_args(MatmulPrecision)))
 
 
 def head_mode(text: str) -> HeadMode:

@@ -25,6 +25,7 @@ from trainer_worker.engines.jax_engine.mesh import (
     constrain,
     has_mesh,
 )
+from trainer_worker.engines.jax_engine.precision import dense
 
 Params = Mapping[str, Array | Mapping[str, Array]]
 HostArray = npt.NDArray[np.float32]
@@ -171,15 +172,12 @@ def _attend_from(
     return join_blocks(out, tokens).reshape(rows, tokens, heads, dim)
 
 
-def weight(layer: Mapping[str, Array], name: str, like: Array) -> Array:
-    """A layer's parameter in the dtype of `like`, gathered from the devices that share it out."""
-    return constrain(layer[name].astype(like.dtype), WHOLE)
-
-
-def feed_forward(x: Array, layer: Mapping[str, Array]) -> Array:
+def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> Array:
     """SwiGLU."""
-    gate = jax.nn.silu(x @ weight(layer, "w_gate", x))
-    return (gate * (x @ weight(layer, "w_up", x))) @ weight(layer, "w_down", x)
+    after = config.cast_grads_after_all_reduce
+    gate = jax.nn.silu(dense(x, layer["w_gate"], cast_after=after))
+    up = dense(x, layer["w_up"], cast_after=after)
+    return dense(gate * up, layer["w_down"], cast_after=after)
 
 
 def _layer(
@@ -188,16 +186,19 @@ def _layer(
     rows, tokens, _ = x.shape
     normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
 
+    after = config.cast_grads_after_all_reduce
+
     def heads(name: str, count: int) -> Array:
-        return (normed @ weight(layer, name, x)).reshape(rows, tokens, count, config.head_dim)
+        product = dense(normed, layer[name], cast_after=after)
+        return product.reshape(rows, tokens, count, config.head_dim)
 
     q = _rope(heads("wq", config.num_heads), positions, config.rope_theta)
     k = _rope(heads("wk", config.num_kv_heads), positions, config.rope_theta)
     v = heads("wv", config.num_kv_heads)
     mixed = _attend(q, k, v, segments, config.query_block).reshape(rows, tokens, -1)
-    x = x + mixed @ weight(layer, "wo", x)
+    x = x + dense(mixed, layer["wo"], cast_after=after)
     normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
-    return constrain(x + feed_forward(normed, layer), TOKENS)
+    return constrain(x + feed_forward(config, normed, layer), TOKENS)
 
 
 def hidden_states(

@@ -37,7 +37,8 @@ LOGPROB_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"tiny": 16, "smollm2
 def create(
     preset: str, config: EngineConfig, *, checkpoint_dir: Path | None = None, keep: int = 2
 ) -> EngineParts:
-    """An engine for a preset, on the first device. `config.model` is replaced by the preset's.
+    """An engine for a preset, on the first device. `config.model` is replaced by the preset's, but
+    for its precision.
 
     Raises `EngineConfigInvalid` for an unknown preset and for weights that are not installed.
     """
@@ -49,6 +50,11 @@ def create(
         model, params = load_smollm2()
     else:
         raise EngineConfigInvalid(f"preset is {preset!r}; use one of {', '.join(PRESETS)}")
+    model = replace(
+        model,
+        compute_dtype=config.model.compute_dtype,
+        cast_grads_after_all_reduce=config.model.cast_grads_after_all_reduce,
+    )
     return engine_parts(
         replace(config, model=model), params, checkpoint_dir=checkpoint_dir, keep=keep
     )
