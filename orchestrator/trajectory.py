@@ -30,6 +30,8 @@ Float32 = npt.NDArray[np.float32]
 
 # A float32 log-softmax may end a few ulps above 0; anything larger is not a log-probability.
 LOGPROB_ROUNDING_NATS: Final = 1e-4
+FAILED: Final = "failed"
+"""The finish reason of a completion that never came: it only tells its group so."""
 
 
 class DropReason(enum.Enum):
@@ -345,6 +347,11 @@ def find_defect(
     """
     where = _where(trajectory.group_id, trajectory.index)
     completion = trajectory.completion_tokens
+    if trajectory.finish_reason == FAILED:
+        return Defect(
+            reason=DropReason.PRODUCER_FAILED,
+            message=where + "its producer gave it up; it is not trained",
+        )
     if completion.shape[0] == 0 and not allow_empty:
         return Defect(
             reason=DropReason.EMPTY_COMPLETION,

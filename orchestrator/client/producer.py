@@ -27,7 +27,7 @@ from orchestrator.client.errors import (
     ProducerUnreachable,
     RunEnded,
 )
-from orchestrator.client.rollout import Encoded, Rollout, encode
+from orchestrator.client.rollout import Encoded, Finish, Rollout, encode
 from orchestrator.client.watcher import Cancellable, PolicyWatcher
 from orchestrator.ingest.ports import Receipt
 from orchestrator.trajectory import Trajectory
@@ -153,6 +153,24 @@ class RolloutProducer:
             self._pending_bytes += encoded.payload_bytes
             self._cond.notify_all()
         return entry.receipt
+
+    def fail(self, group_id: str, index: int, *, timeout_s: float | None = None) -> Future[Receipt]:
+        """Say that this completion will never come, so that its group does not wait for it.
+
+        Its group goes on with the others if enough of them are left, and is dropped at once if not.
+        As `submit` otherwise.
+        """
+        return self.submit(
+            Rollout(
+                group_id=group_id,
+                index=index,
+                segments=(),
+                reward=0.0,
+                dispatched_version=0,
+                finish=Finish.FAILED,
+            ),
+            timeout_s=timeout_s,
+        )
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was submitted is acknowledged. Raises as `submit`.

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.trajectory import Float32, Int16, Int32, Trajectory, Uint8
+from orchestrator.trajectory import FAILED, Float32, Int16, Int32, Trajectory, Uint8
 from prestage.rollout.v1 import rollout_pb2 as pb
 
 # Messages are cut near this size; the service reads up to 8 MiB.
@@ -32,6 +32,7 @@ class Finish(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    FAILED = FAILED  # It never came; see `RolloutProducer.fail`.
 
 
 _FINISH: Final = {
@@ -39,6 +40,7 @@ _FINISH: Final = {
     Finish.STOP: pb.FINISH_REASON_STOP,
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.ABORTED: pb.FINISH_REASON_ABORTED,
+    Finish.FAILED: pb.FINISH_REASON_FAILED,
 }
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from orchestrator.ingest.limits import IngestLimits
 from orchestrator.trajectory import (
+    FAILED,
     Defect,
     DropReason,
     Float32,
@@ -43,6 +44,7 @@ _FINISH: Final = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORTED: "aborted",
+    pb.FINISH_REASON_FAILED: FAILED,
 }
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
@@ -304,7 +306,7 @@ class _Decoder:
 
     def finish(self) -> Trajectory:
         stretches = [stretch for stretch in self._stretches if stretch.tokens.size]
-        if not stretches:
+        if not stretches and self._head.finish_reason != pb.FINISH_REASON_FAILED:
             raise self._wrong("it has no tokens; a trajectory has at least its prompt")
         first = next(
             (at for at, stretch in enumerate(stretches) if stretch.sampled), len(stretches)

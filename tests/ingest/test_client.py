@@ -95,6 +95,25 @@ def test_d12_d14_a_rollout_larger_than_a_message_goes_in_parts(where: Served) ->
     assert where.log.taken[0].total_tokens == tokens + 1
 
 
+def test_d12_a_completion_that_never_comes_does_not_keep_its_group_waiting() -> None:
+    with served(FakeLog(group_size=2, extra=1)) as where, connect(where) as producer:
+        given_up = producer.fail("spare", 0).result(timeout=10)
+        assert (given_up.accepted, given_up.reason) == (False, "producer_failed")
+        # One more was made than is needed: the group goes on.
+        assert [producer.submit(rollout("spare", n)).result(10).accepted for n in (1, 2)] == [
+            True,
+            True,
+        ]
+        producer.submit(rollout("lost", 0)), producer.fail("lost", 1), producer.fail("lost", 2)
+        producer.flush()
+        assert [group.group_id for group in where.log.assembler.ready] == ["spare"]
+        assert where.log.assembler.open_group_ids == ()
+        _, finished = where.log.cancellable_groups(0)
+        assert finished == ("spare", "lost")
+        ledger = where.log.assembler.ledger()
+        ledger.check()
+
+
 def test_what_cannot_be_sent_is_said_where_it_is_made(where: Served) -> None:
     with connect(where) as producer:
         with pytest.raises(RolloutValueError, match=r"index -1|members count"):

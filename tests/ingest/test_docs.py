@@ -34,7 +34,6 @@ def test_the_ten_lines_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_reason_to_drop_is_explained() -> None:
     by_request = {
-        DropReason.PRODUCER_FAILED,  # Of recorded sources.
         DropReason.TRUNCATED_BY_REQUEST,
         DropReason.FIRST_TOKEN_HAS_NO_PREDICTOR,
     }

@@ -19,6 +19,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
+    FINISH_REASON_FAILED: _ClassVar[FinishReason]
 SEGMENT_SOURCE_UNSPECIFIED: SegmentSource
 SEGMENT_SOURCE_ASSISTANT: SegmentSource
 SEGMENT_SOURCE_ENVIRONMENT: SegmentSource
@@ -26,6 +27,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORTED: FinishReason
+FINISH_REASON_FAILED: FinishReason
 
 class TokenSegment(_message.Message):
     __slots__ = ("source", "tokens", "logprobs", "loss_mask", "routed_experts")
