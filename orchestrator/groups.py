@@ -47,7 +47,9 @@ class GroupPolicy:
     extra: int = 0  # Over-generation: producers make G + extra, the first G are kept.
     max_staleness: int | None = None  # Updates between sampling and use; None: any.
     zero_spread: ZeroSpread = ZeroSpread.KEEP
-    max_dead_groups: int = 10  # This many dropped groups in a row are borne; one more ends the run.
+    # This many dropped groups in a row are borne; one more ends the run. Groups that were never
+    # complete do not count.
+    max_dead_groups: int = 10
     remembered_groups: int = 131_072  # Finished groups whose late members are still recognised.
 
     def __post_init__(self) -> None:
@@ -500,7 +502,10 @@ class Formation(Generic[M]):
             trajectories=len(members),
             tokens=sum(member.total_tokens for member in members),
         )
-        self._dead_in_a_row += 1
+        if reason is not DropReason.INCOMPLETE_GROUP:
+            # A producer that went away takes all its open groups with it, at one moment: that says
+            # nothing about the others, and whoever waits for a step has a patience of its own.
+            self._dead_in_a_row += 1
         self._closed.append(Closed(group_id=group_id, formed=None, reason=reason, released=members))
 
     def _count(self, reason: DropReason, *, groups: int, trajectories: int, tokens: int) -> None:

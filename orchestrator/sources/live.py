@@ -98,6 +98,7 @@ class LiveSource:
         self._assignment = Assignment(config.policy, self._next.assignment)
         self._position = self._next.position
         self._given: _Given | None = None
+        self._stale_arrivals = 0  # In a row, while a step waited for groups.
 
     def write_into(self, reserve: Reserve) -> None:
         """Write micro-batches into this memory from now on."""
@@ -254,6 +255,7 @@ class LiveSource:
 
     def _take_group(self, wanted: Callable[[], bool]) -> bool:
         """Look at the next complete group, once it is in. False: it never comes, or is not wanted."""
+        waited_for = self._log.group(self._position) is None
         group = self._log.await_group(self._position, lambda: wanted() and not self._closed)
         if group is None:
             return False
@@ -262,9 +264,13 @@ class LiveSource:
         step = self._config.batches.step_of_place(self._next.batch, len(self._taken))
         if self._assignment.offer(group, step - self._next.skipped_steps):
             self._taken.append(group)
-        else:
+            self._stale_arrivals = 0
+        elif waited_for:
+            # Producers that never take up new weights fill no step, ever. What lay here too long
+            # says nothing about them.
+            self._stale_arrivals += 1
             drops = merge_drops(group.drops_before, self._assignment.drops)
-            check_alive(self._assignment.state.stale_in_a_row, self._config.policy, drops)
+            check_alive(self._stale_arrivals, self._config.policy, drops)
         return True
 
     def _fill(self, wanted: Callable[[], bool]) -> bool:

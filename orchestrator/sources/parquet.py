@@ -176,12 +176,15 @@ class RecordedRollouts:
                 thrift_string_size_limit=_METADATA_BYTES,
                 thrift_container_size_limit=_METADATA_BYTES,
             )
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(f"{self._path}: not a readable Parquet file: {error}") from error
 
     def _check_schema(self, file: pq.ParquetFile) -> list[str]:
-        schema = file.schema_arrow
-        names = list(schema.names)
+        try:
+            schema = file.schema_arrow
+            names = list(schema.names)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise SourceError(f"{self._path}: its schema cannot be read: {error}") from error
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SourceError(f"{self._path}: column {twice[0]!r} is there twice")
@@ -211,7 +214,7 @@ class RecordedRollouts:
                 f" {self._parquet_limits.max_rows} are read"
             )
         for number in range(metadata.num_row_groups):
-            size = metadata.row_group(number).total_byte_size
+            size = _decoded_bytes(metadata.row_group(number))
             if size > self._parquet_limits.max_row_group_bytes:
                 raise SourceError(
                     f"{self._path}: row group {number} holds {size} bytes; at most"
@@ -233,7 +236,7 @@ class RecordedRollouts:
         """Row group `number`, without nulls."""
         try:
             table = file.read_row_group(number, columns=columns)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise SourceError(
                 f"{self._path}: row group {number} cannot be read: {error}"
             ) from error
@@ -272,11 +275,12 @@ class RecordedRollouts:
 
     def _close(self, members: list[Trajectory], epoch: int | None) -> Group:
         present = {member.index for member in members}
-        missing = [index for index in range(self.group_size) if index not in present]
+        # The size may be any number that the file says: nothing is made of that length.
+        missing = next((index for index in range(self.group_size) if index not in present), None)
         group_id = members[0].group_id
-        if missing:
+        if missing is not None:
             raise SourceError(
-                f"{self._path}: group {group_id!r} has no member {missing[0]}; each group has"
+                f"{self._path}: group {group_id!r} has no member {missing}; each group has"
                 f" {self.group_size} (0 to {self.group_size - 1}), complete it or leave it out"
             )
         ordered = sorted(members, key=lambda member: member.index)
@@ -288,7 +292,12 @@ class RecordedRollouts:
         first_row = 0
         for number in range(file.num_row_groups):
             table = self._row_group(file, number, self._columns, first_row).combine_chunks()
-            rows = _Rows(table, self._path, first_row)
+            try:
+                rows = _Rows(table, self._path, first_row)
+            except UnicodeDecodeError as error:
+                raise SourceError(
+                    f"{self._path}: row group {number} holds text that is not UTF-8: {error}"
+                ) from error
             for place in range(table.num_rows):
                 row = first_row + place
                 try:
@@ -371,6 +380,16 @@ class _Rows:
             task=self._tasks[place] if self._tasks else "",
             finish_reason=self._finish[place] if self._finish else "",
         )
+
+
+def _decoded_bytes(group: pq.RowGroupMetaData) -> int:
+    """What the group takes in memory: repeated values are few bytes in the file, and many there."""
+    decoded = 0
+    for number in range(group.num_columns):
+        column = group.column(number)
+        width = 8 if column.physical_type in ("INT64", "DOUBLE") else 4
+        decoded += max(int(column.total_uncompressed_size), int(column.num_values) * width)
+    return max(int(group.total_byte_size), decoded)
 
 
 def _texts(table: pa.Table, name: str) -> list[str]:

@@ -319,3 +319,15 @@ def test_truncation_is_marked_and_keeps_what_fits():
     assert cut.total_tokens == 8 and cut.truncated_tokens == 6
     assert cut.sampling_logprobs is not None and len(cut.sampling_logprobs) == 4
     assert truncate_to_row(member, 14) is member
+
+
+def test_groups_that_were_never_complete_do_not_end_the_run():
+    """A host that dies with thirty groups open is no sign that the others fill no step."""
+    groups = assembler(max_dead_groups=2)
+    for number in range(30):
+        groups.submit(trajectory(f"g{number}", 0))
+    for number in range(30):
+        assert groups.drop_open(f"g{number}", DropReason.INCOMPLETE_GROUP)
+    submit_group(groups, "alive")
+    assert groups.assign(0, 1).complete
+    groups.ledger().check()

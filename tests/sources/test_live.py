@@ -198,10 +198,30 @@ def test_c10_stale_groups_in_a_row_end_the_run(tmp_path):
     with opened(settings) as live:
         group(live, "a")
         live.digests(0)
+        # What lay here too long is dropped, however much it is.
+        for number in range(9):
+            group(live, f"lay{number}")
+        group(live, "b", version=1)
+        assert live.groups_of(1) == ["b"]
+        # Producers that never take up new weights end the run.
+        outcome: list = []
+
+        def wait() -> None:
+            try:
+                outcome.append(live.source.open_step(2))
+            except SourceError as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
         for number in range(4):
+            with live.log._changed:
+                assert live.log._changed.wait_for(
+                    lambda n=number: live.source._position == 11 + n and live.log._waiting, 20
+                )
             group(live, f"old{number}")
-        with pytest.raises(SourceError, match=r"step 1: 4 groups in a row.*stale: 4"):
-            live.source.open_step(1)
+        thread.join(20)
+        assert "step 2: 4 groups in a row" in str(outcome[0]) and "stale: 13" in str(outcome[0])
 
 
 def test_c11_a_step_without_anything_to_train_is_one_empty_micro_batch(tmp_path):
