@@ -763,6 +763,14 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             )
         try:
             yield from _exported(weights, request.version, chunk_bytes)
+        except _PinnedAnew:
+            abort_with(
+                context,
+                Reason.VERSION_NOT_PINNED,
+                f"version {request.version} was released and pinned with other weights while it was"
+                " exported: export it again",
+                self._metadata(),
+            )
         except Exception as error:
             if not self._worker.pinned(request.version):
                 abort_with(
@@ -881,10 +889,16 @@ def _exported(
     yield pb.ExportWeightsResponse(manifest=manifest)
     for info in infos:
         array = np.ascontiguousarray(weights.export_tensor(version, info.name))
+        if weights.export_manifest(version) != infos:
+            raise _PinnedAnew  # A restore brought the version's number back with other weights.
         flat = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(flat), chunk_bytes):
             yield pb.ExportWeightsResponse(chunk=bytes(flat[start : start + chunk_bytes]))
     yield pb.ExportWeightsResponse(end=pb.WeightsEnd(total_bytes=manifest.total_bytes))
+
+
+class _PinnedAnew(Exception):
+    """What is pinned under the version is not what its manifest said any more."""
 
 
 class _PutRefused(Exception):
