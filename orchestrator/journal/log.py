@@ -688,7 +688,7 @@ class DurableLog:
                 break
             except NoSpace as error:
                 self._undo()
-                plans = self._without_trajectories(plans)
+                self._without_trajectories(plans)
                 if not self._stall(str(error), pause_s):
                     _refuse(items, plans, f"the disk is full ({error}) and the process stops")
                     return
@@ -703,20 +703,19 @@ class DurableLog:
         self._settle(items, plans, written)
         self._reserve.hold()
 
-    def _without_trajectories(self, plans: list[_Plan]) -> list[_Plan]:
+    def _without_trajectories(self, plans: list[_Plan]) -> None:
         """On a full disk: let the trainer go on and what a checkpoint covers go, from the reserve.
 
-        Returns the plans that still wait.
+        Plans that could be written leave the list.
         """
         self._reserve.release()
         try:
             self._retain()
             if plans:
                 self._settle([], plans, self._write([], plans))
+                plans.clear()
         except NoSpace:
             self._undo()
-            return plans
-        return []
 
     def _settle(self, items: list[_Item], plans: list[_Plan], written: _Written) -> None:
         """What was written is durable: show it, and tell who waits for it."""
