@@ -54,6 +54,11 @@ walk: $(VENV)/.dev-ready
 soak: $(VENV)/.dev-ready
 	PRESTAGE_SOAK_CALLS=100000 $(BIN)/python -m pytest -q -s tests/operation/test_soak.py
 
+# Every fault at every call of two real processes; the total is printed last. Runs of a seed and
+# parts: CHAOS="--seed=1 --settings staged --points 100".
+chaos: $(VENV)/.dev-ready
+	$(BIN)/python -m tests.chaos $(CHAOS)
+
 bench: $(VENV)/.dev-ready
 	$(BIN)/orchestrator bench all --out=$(OUT)/bench
 

@@ -46,9 +46,10 @@ class Tally:
         self.runs[name] += 1
         self.not_reached[name] += outcome.fired < 1
         self.restarts[name] += outcome.worker_starts + outcome.orchestrator_starts - 2
-        self.lost += len(outcome.lost(reference))
+        wanted = outcome.reference(reference)
+        self.lost += len(outcome.lost(wanted))
         self.doubled += len(outcome.doubled())
-        self.same += outcome.parameter_digest == reference.parameter_digest
+        self.same += outcome.parameter_digest == wanted.parameter_digest
         if outcome.problems:
             self.failed.append((setting, outcome))
 

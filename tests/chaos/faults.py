@@ -14,11 +14,13 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAULTS_FILE = "faults.json"
+SUBMIT, ACK, JOURNAL = "(a rollout arrives)", "(an ack leaves)", "journal: "
+"""What is counted beside gRPC calls, as if it were one."""
 
 
 class Action(enum.Enum):
@@ -46,10 +48,30 @@ class Action(enum.Enum):
     DUPLICATE = "request sent twice"
     DUPLICATE_AT_ONCE = "request sent twice at once"
     DUPLICATE_LATE = "request sent again two calls later"
+    # On the orchestrator's intake and journal.
+    STREAM_BROKEN = "producer's stream broken"
+    PRODUCER_KILL = "producer killed"
+    JOURNAL_FULL = "journal's disk full for a while"
 
     @property
     def side(self) -> str:
         return "orchestrator" if self in _CALLERS else "worker"
+
+    @property
+    def at_intake(self) -> bool:
+        """Only of a live run's intake or journal."""
+        return self in (Action.STREAM_BROKEN, Action.PRODUCER_KILL, Action.JOURNAL_FULL)
+
+    def happens_at(self, method: str) -> bool:
+        """Whether it makes sense there."""
+        if method.startswith(JOURNAL):
+            # What is committed already needs no space.
+            full = Action.JOURNAL_FULL if not method.endswith(("committed", "unlink")) else None
+            return self in (Action.CALLER_KILL_BEFORE, full)
+        if method in (SUBMIT, ACK):
+            kills = Action.CALLER_KILL_BEFORE, Action.CALLER_KILL_AFTER, Action.CALLER_STOP
+            return self in (*kills, Action.STREAM_BROKEN, Action.PRODUCER_KILL)
+        return not self.at_intake
 
     @property
     def needs_deadline(self) -> bool:
@@ -65,6 +87,9 @@ _CALLERS = (
     Action.DUPLICATE,
     Action.DUPLICATE_AT_ONCE,
     Action.DUPLICATE_LATE,
+    Action.STREAM_BROKEN,
+    Action.PRODUCER_KILL,
+    Action.JOURNAL_FULL,
 )
 
 
@@ -105,7 +130,6 @@ class Injector:
         self.side = side
         self.faults = read_faults(folder)
         self._counts = [0] * len(self.faults)
-        self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._log = (folder / f"calls-{side}.txt").open("a", buffering=1)
         (folder / f"{side}.pid").write_text(str(os.getpid()))
@@ -113,8 +137,7 @@ class Injector:
     def due(self, method: str) -> Fault | None:
         """Count a call; the fault that happens at it. A later fault counts once the earlier fired."""
         with self._lock:
-            self._log.write(f"{os.getpid()} {method} {self._calls[method]}\n")
-            self._calls[method] += 1
+            self._log.write(f"{os.getpid()}\t{method}\n")
             for number, fault in enumerate(self.faults):
                 if fired(self.folder, number):
                     continue
@@ -154,10 +177,8 @@ class Injector:
         threading.Thread(target=work, daemon=True).start()
 
 
-def calls_of(folder: Path, side: str) -> Mapping[str, int]:
+def calls_of(folder: Path, side: str) -> Counter[str]:
     """How often each method was called, over all processes of a side."""
-    counts: Counter[str] = Counter()
     path = folder / f"calls-{side}.txt"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        counts[line.split()[1]] += 1
-    return counts
+    lines = path.read_text().splitlines() if path.exists() else []
+    return Counter(line.partition("\t")[2] for line in lines)

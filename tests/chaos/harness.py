@@ -20,19 +20,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow.parquet as pq
+
 from orchestrator.check_trace import check_traces
 from prestage.trace import Trace, TraceRecord, read_trace
-from tests.chaos.faults import Fault, fired, write_faults
+from tests.chaos.faults import Fault, calls_of, fired, write_faults
+from tests.chaos.journal import Replay, Trained, missing_from_journal, replayed
 from tests.chaos.zygote import Zygote
 
 ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 STEPS, MICRO_BATCHES = 4, 3
 RUN_SECONDS = 90.0
 MAX_STARTS = 8
-FENCED = "this one is fenced off and ends"
+GROUP_SIZE = 8
+PRODUCER_SECONDS = 1.0
+FENCED = "fenced off"
 """An open_run that comes twice is two callers for the worker; the first ends, and is started again."""
-Trained = tuple[int, int, str]
-"""(step, index, digest)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,9 @@ class Setting:
     name: str
     worker_flags: tuple[str, ...] = ()
     orchestrator_flags: tuple[str, ...] = ()
+    producers: int = 0  # Of a live run; 0: a recorded one.
+    per_second: float = 400.0  # Rollouts of all producers.
+    replayed: bool = False  # Judged by a replay of its own journal, which is kept whole.
 
 
 TIMED = (
@@ -51,8 +57,7 @@ TIMED = (
     "--timed_copy_s=0.002",
     "--timed_checkpoint_s=0.004",
 )
-RECORDED = (
-    f"--rollouts={ROLLOUTS}",
+SHAPE = (
     f"--num_steps={STEPS}",
     "--group_size=8",
     "--groups_per_batch=3",
@@ -62,12 +67,14 @@ RECORDED = (
     "--stage_next_microbatch=on",
     "--latch_after=1000",
 )
+SMALL_POOL = "--shared_memory_bytes=8388608"  # Touching the default gigabyte takes most of a start.
+RECORDED = (f"--rollouts={ROLLOUTS}", *SHAPE)
 SETTINGS = {
     # Staged before the update, payloads in shared memory, every step kept.
     "staged": Setting(
         name="staged",
         worker_flags=TIMED,
-        orchestrator_flags=(*RECORDED, "--checkpoint_every=1"),
+        orchestrator_flags=(*RECORDED, SMALL_POOL, "--checkpoint_every=1"),
     ),
     # Payloads by stream, every second step kept, weights synced: a restart trains again.
     "stream": Setting(
@@ -80,7 +87,24 @@ SETTINGS = {
             "--shared_memory_bytes=0",
         ),
     ),
+    # Rollouts come in while it trains, from one producer: their order is always the same.
+    "live": Setting(
+        name="live",
+        worker_flags=TIMED,
+        orchestrator_flags=(*SHAPE, SMALL_POOL, "--checkpoint_every=1"),
+        producers=1,
+    ),
+    # Three producers, and nothing is saved: a restarted worker gets all steps from the journal.
+    "live, three producers": Setting(
+        name="live, three producers",
+        worker_flags=TIMED,
+        orchestrator_flags=(*SHAPE, SMALL_POOL),
+        producers=3,
+        replayed=True,
+    ),
 }
+LIVE_GROUPS = 14
+"""Sent by producers; the last two are not trained and stay in the journal."""
 
 
 class Running(Protocol):
@@ -126,7 +150,7 @@ class Forked:
 @contextlib.contextmanager
 def forked() -> Iterator[Starter]:
     """Processes whose imports were done once: a tenth of the time."""
-    zygotes = {program: Zygote(program) for program in ("worker", "orchestrator")}
+    zygotes = {program: Zygote(program) for program in ("worker", "orchestrator", "producer")}
     try:
         yield lambda program, arguments, log: Forked(
             zygotes[program], zygotes[program].start(arguments, log)
@@ -186,6 +210,7 @@ class Outcome:
 
     faults: tuple[Fault, ...]
     fired: int
+    replay: Replay | None  # Of the run's own journal; None: compare with an undisturbed run.
     parameter_digest: str
     trained: tuple[Trained, ...]
     problems: tuple[str, ...]
@@ -196,6 +221,7 @@ class Outcome:
 
     def judged(self, reference: Outcome) -> Outcome:
         """With what differs from an undisturbed run among the problems."""
+        reference = self.reference(reference)
         problems = list(self.problems)
         lost, doubled = self.lost(reference), self.doubled()
         if lost:
@@ -211,7 +237,11 @@ class Outcome:
             )
         return Outcome(**{**self.__dict__, "problems": tuple(problems)})
 
-    def lost(self, reference: Outcome) -> list[Trained]:
+    def reference(self, undisturbed: Outcome) -> Outcome | Replay:
+        """What this run must have come to."""
+        return undisturbed if self.replay is None else self.replay
+
+    def lost(self, reference: Outcome | Replay) -> list[Trained]:
         return sorted((Counter(reference.trained) - Counter(self.trained)).elements())
 
     def doubled(self) -> list[tuple[int, int]]:
@@ -267,6 +297,26 @@ class ChaosRun:
             ],
             log=folder / "orchestrator.log",
         )
+        self.producer: Process | None = None
+        if setting.producers:
+            (folder / "journal").mkdir(exist_ok=True)
+            pq.write_table(
+                pq.read_table(ROLLOUTS).slice(0, LIVE_GROUPS * GROUP_SIZE), folder / "live.parquet"
+            )
+            self.orchestrator.arguments += [
+                f"--listen=unix://{folder}/i.sock",
+                f"--journal_dir={folder}/journal",
+            ]
+            self.producer = Process(
+                name="producer",
+                starter=starter,
+                arguments=[
+                    *(str(folder), f"{folder}/live.parquet", f"unix://{folder}/i.sock"),
+                    *(str(setting.producers), str(setting.per_second)),
+                ],
+                log=folder / "producer.log",
+            )
+        self.setting = setting
         self.problems: list[str] = []
         self._resume_at: tuple[float, int] | None = None
 
@@ -278,6 +328,8 @@ class ChaosRun:
             self.worker.start()
             self._await_socket(deadline_s)
             self.orchestrator.start()
+            if self.producer is not None:
+                self.producer.start()
             while not self._step():
                 if time.monotonic() > deadline_s:
                     self.problems.append(f"the run did not end within {RUN_SECONDS:g} s")
@@ -285,8 +337,9 @@ class ChaosRun:
                 time.sleep(0.004)
             self._end()
         finally:
-            for process in (self.orchestrator, self.worker):
-                process.end(signal.SIGKILL)
+            for process in (self.producer, self.orchestrator, self.worker):
+                if process is not None:
+                    process.end(signal.SIGKILL)
         return self._outcome(time.monotonic() - started_s)
 
     def _await_socket(self, deadline_s: float) -> None:
@@ -304,6 +357,10 @@ class ChaosRun:
             if code == 0:
                 return True
             if self._start_again(self.orchestrator, code):
+                return True
+        if self.producer is not None:
+            code = self.producer.poll()
+            if code not in (None, 0) and self._start_again(self.producer, code):
                 return True
         code = self.worker.poll()
         return code is not None and self._start_again(self.worker, code)
@@ -336,6 +393,8 @@ class ChaosRun:
             trace.rename(kept)
 
     def _end(self) -> None:
+        if self.producer is not None:
+            self._end_producer(self.producer)
         fenced = FENCED in self.orchestrator.log.read_text(errors="replace")
         for code in self.orchestrator.codes:
             if code not in (0, -signal.SIGKILL) and not (code == 1 and fenced):
@@ -348,9 +407,22 @@ class ChaosRun:
         except TimeoutError as error:
             self.problems.append(str(error))
             return
-        # One that was killed a moment before the end is told to end while it still loads.
-        if code not in (0, None) and not (code == -signal.SIGTERM and self.worker.starts > 1):
+        # One that was killed a moment before the end is told to end while it still loads; one that
+        # is killed a little later may be so while it ends.
+        disturbed = self.faults and code in (-signal.SIGTERM, -signal.SIGKILL)
+        if code not in (0, None) and not disturbed:
             self.problems.append(f"the worker exited with {code} on SIGTERM")
+
+    def _end_producer(self, producer: Process) -> None:
+        """The run told it of its end, or it is between two connections and will not hear it."""
+        deadline_s = time.monotonic() + PRODUCER_SECONDS
+        while producer.running is not None and time.monotonic() < deadline_s:
+            producer.poll()
+            time.sleep(0.004)
+        producer.end(signal.SIGKILL)
+        for code in producer.codes:
+            if code not in (0, -signal.SIGKILL):
+                self.problems.append(f"the producer exited with {code}")
 
     def _outcome(self, seconds: float) -> Outcome:
         result = self.folder / "result.json"
@@ -367,7 +439,13 @@ class ChaosRun:
         _, findings = check_traces(traces)
         self.problems.extend(f"{item.path.name}:{item.line}: {item.violation}" for item in findings)
         workers = [trace for _, trace in traces if trace.side == "worker"]
+        replay = None
+        if self.setting.producers:
+            self.problems.extend(missing_from_journal(self.folder))
+            if self.setting.replayed:
+                replay = replayed(self.folder)
         return Outcome(
+            replay=replay,
             faults=self.faults,
             fired=sum(fired(self.folder, number) for number in range(len(self.faults))),
             parameter_digest=digest,
@@ -376,13 +454,8 @@ class ChaosRun:
             worker_starts=self.worker.starts,
             orchestrator_starts=self.orchestrator.starts,
             seconds=seconds,
-            calls={side: Counter(_calls(self.folder, side)) for side in ("worker", "orchestrator")},
+            calls={side: calls_of(self.folder, side) for side in ("worker", "orchestrator")},
         )
-
-
-def _calls(folder: Path, side: str) -> list[str]:
-    path = folder / f"calls-{side}.txt"
-    return [line.split()[1] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +15,10 @@ import grpc
 
 from orchestrator import app as application
 from orchestrator import main as program
+from orchestrator.journal import open as journal
+from orchestrator.journal.log import DurableLog
 from orchestrator.trainer_client import Deadlines, TrainerClient
-from tests.chaos.faults import Action, Fault, Injector
+from tests.chaos.faults import ACK, JOURNAL, SUBMIT, Action, Fault, Injector
 
 Continue = Callable[[object, object], grpc.Call]
 MID_FLIGHT_SECONDS = 0.003
@@ -84,6 +88,74 @@ class Disturbing(grpc.UnaryUnaryClientInterceptor, grpc.StreamUnaryClientInterce
         return answer
 
 
+class AtIntake(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Every message of a producer's stream, both ways."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+
+    def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
+        handler = continuation(details)
+        if handler is None or not details.method.endswith("/SubmitTrajectories"):
+            return handler
+        inner = handler.stream_stream
+
+        def behavior(requests, context):  # type: ignore[no-untyped-def]
+            def arriving():  # type: ignore[no-untyped-def]
+                for request in requests:
+                    fault = self._happens(SUBMIT, context)
+                    yield request
+                    self._after(fault)
+
+            for answer in inner(arriving(), context):
+                fault = self._happens(ACK, context)
+                yield answer
+                self._after(fault)
+
+        return grpc.stream_stream_rpc_method_handler(
+            behavior,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _happens(self, method: str, context: grpc.ServicerContext) -> Fault | None:
+        fault = self._injector.due(method)
+        if fault is None:
+            return None
+        match fault.action:
+            case Action.CALLER_KILL_BEFORE:
+                self._injector.kill("orchestrator")
+            case Action.PRODUCER_KILL:
+                self._injector.kill("producer")
+            case Action.CALLER_STOP:
+                self._injector.stop(fault.seconds)
+            case Action.STREAM_BROKEN:
+                context.cancel()
+        return fault
+
+    def _after(self, fault: Fault | None) -> None:
+        """Once the message was taken by whom it is for."""
+        if fault is not None and fault.action is Action.CALLER_KILL_AFTER:
+            self._injector.kill("orchestrator")
+
+
+class JournalProbe:
+    """Hears of every durable operation of the journal before it happens."""
+
+    def __init__(self, injector: Injector) -> None:
+        self._injector = injector
+        self._full_until_s = 0.0
+
+    def __call__(self, operation: str) -> None:
+        fault = self._injector.due(JOURNAL + operation)
+        if fault is not None and fault.action is Action.CALLER_KILL_BEFORE:
+            self._injector.kill("orchestrator")
+        if fault is not None and fault.action is Action.JOURNAL_FULL:
+            self._full_until_s = time.monotonic() + fault.seconds
+        if operation != "payload.unlink" and time.monotonic() < self._full_until_s:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def _method(details: object) -> str:
     method = details.method  # type: ignore[attr-defined]
     text = method.decode() if isinstance(method, bytes) else str(method)
@@ -100,7 +172,16 @@ def main() -> None:
     def opened(target: str, **options: object) -> grpc.Channel:
         return grpc.intercept_channel(real(target, **options), Disturbing(injector))  # type: ignore[arg-type]
 
+    real_server = grpc.server
+
+    def served(*arguments: object, **options: object) -> grpc.Server:
+        given = options.pop("interceptors", ())
+        options["interceptors"] = [*given, AtIntake(injector)]  # type: ignore[misc]
+        return real_server(*arguments, **options)  # type: ignore[arg-type]
+
     grpc.insecure_channel = opened  # type: ignore[assignment]
+    grpc.server = served  # type: ignore[assignment]
+    journal.DurableLog = partial(DurableLog, probe=JournalProbe(injector))  # type: ignore[misc, assignment]
     if any(fault.action.needs_deadline for fault in injector.faults):
         application.TrainerClient = partial(TrainerClient, deadlines=SHORT)  # type: ignore[misc, assignment]
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

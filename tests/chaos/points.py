@@ -6,12 +6,13 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tests.chaos.faults import Action, Fault
+from tests.chaos.faults import ACK, JOURNAL, SUBMIT, Action, Fault
 
 LATER_SECONDS = (0.002, 0.012, 0.03)
 BEYOND_DEADLINE_SECONDS = 0.7
 STOPPED_SECONDS = 0.7
 CALLER_STOPPED_SECONDS = 0.2
+JOURNAL_FULL_SECONDS = 0.3
 
 
 def _seconds(action: Action, number: int) -> float:
@@ -19,9 +20,17 @@ def _seconds(action: Action, number: int) -> float:
         return LATER_SECONDS[number % len(LATER_SECONDS)]
     if action is Action.STOP:
         return STOPPED_SECONDS
+    if action is Action.JOURNAL_FULL:
+        return JOURNAL_FULL_SECONDS
     if action is Action.CALLER_STOP:
         return CALLER_STOPPED_SECONDS
     return BEYOND_DEADLINE_SECONDS if action.needs_deadline else 0.0
+
+
+def _stride(action: Action, method: str) -> int:
+    """Of a stream's messages, which are all alike: deaths at every one, the rest at every eighth."""
+    deaths = action in (Action.CALLER_KILL_BEFORE, Action.CALLER_KILL_AFTER)
+    return 1 if deaths or not method.startswith((SUBMIT, ACK, JOURNAL)) else 8
 
 
 def every_fault(calls: Mapping[str, Counter[str]]) -> list[Fault]:
@@ -30,7 +39,10 @@ def every_fault(calls: Mapping[str, Counter[str]]) -> list[Fault]:
     for action in Action:
         number = 0
         for method, count in sorted(calls[action.side].items()):
-            for occurrence in range(count):
+            if not action.happens_at(method):
+                continue
+            stride = _stride(action, method)
+            for occurrence in range(number % stride, count, stride):
                 seconds = _seconds(action, number)
                 number += 1
                 faults.append(

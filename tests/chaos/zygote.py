@@ -34,6 +34,7 @@ MODULES: Final = {
         "orchestrator.recorded",
         "orchestrator.operation.operation",
     ),
+    "producer": ("tests.chaos.producer",),
 }
 
 
