@@ -38,6 +38,7 @@ class Kind(enum.Enum):
     PAIRS = "list of NAME=VALUE"
 
 
+MAX_VALUE_CHARACTERS: Final = 16_384
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
 _IMAGE: Final = re.compile(r"[a-z0-9][a-z0-9._:/-]*[a-z0-9]@sha256:[0-9a-f]{64}")
 _QUANTITY: Final = re.compile(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?")
@@ -77,7 +78,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _whole(name: str, text: str, least: int) -> int:
-    if re.fullmatch(r"-?[0-9]+", text) is None:
+    if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
         raise RecipeError(f"{name} is {text!r}: use a whole number")
     value = int(text)
     if value < least:
@@ -120,6 +121,10 @@ def _matching(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
 def parse_value(name: str, kind: Kind, text: str, *, least: int = 0) -> Value:
     """Read one key's text. `least` bounds whole numbers. Raises `RecipeError`."""
     text = text.strip()
+    if len(text) > MAX_VALUE_CHARACTERS:
+        raise RecipeError(
+            f"{name} has {len(text)} characters; at most {MAX_VALUE_CHARACTERS} are read"
+        )
     match kind:
         case Kind.SWITCH:
             return _switch(name, text)

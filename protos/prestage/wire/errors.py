@@ -179,10 +179,10 @@ def error_info(call: grpc.Call) -> error_details_pb2.ErrorInfo | None:
     """Our ErrorInfo in a call's status; None when the status came from the transport."""
     try:
         status = rpc_status.from_call(call)
+        for detail in status.details if status is not None else ():
+            info = error_details_pb2.ErrorInfo()
+            if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
+                return info
     except (ValueError, DecodeError):  # Damaged, or contradicting the status: not the worker's.
         return None
-    for detail in status.details if status is not None else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == DOMAIN:
-            return info
     return None
