@@ -56,6 +56,8 @@ WORKER: Final = MappingProxyType(
         "preset": "preset",
         "state_dir": "state_dir",
         "checkpoint_dir": "checkpoint_dir",
+        "num_processes": "num_processes",
+        "coordinator_address": "coordinator_address",
         "compile_budget_s": "compile_budget_s",
         "max_inflight": "max_inflight",
         "staging_memory_bytes": "staging_memory_bytes",

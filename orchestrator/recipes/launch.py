@@ -23,6 +23,8 @@ WORKER_PORT: Final = 7443
 WORKER_STATUS_PORT: Final = 7444
 WORKER_PROBE_PORT: Final = 7445
 WORKER_METRICS_PORT: Final = 9465
+COORDINATOR_PORT: Final = 8476
+"""Of jax.distributed on host 0; the group's own port is the next one."""
 INGEST_PORT: Final = 7453
 ORCHESTRATOR_STATUS_PORT: Final = 7454
 ORCHESTRATOR_PROBE_PORT: Final = 7455
@@ -68,6 +70,7 @@ class Site:
     worker_listen: str
     reachable: bool  # Whether probes and metrics are read from outside the process's network.
     in_a_job: bool  # Whether an exit status of 0 means "complete" to what runs us.
+    coordinator: str = ""  # Where the hosts of a worker meet; empty = it is one process.
     run_dir: str = RUN_DIR
     state_dir: str = STATE_DIR
 
@@ -178,6 +181,10 @@ def worker_program(s: Settings, site: Site) -> Program:
     for name in ("trainer_factory", "preset", "checkpoint_dir"):
         if s.text(name):
             flags.append(_flag(WORKER, name, s.text(name)))
+    if site.coordinator:
+        # Every pod has the same command: which host it is, it reads from JOB_COMPLETION_INDEX.
+        flags.append(_flag(WORKER, "num_processes", s.whole("hosts")))
+        flags.append(_flag(WORKER, "coordinator_address", site.coordinator))
     names = ("max_inflight", "staging_memory_bytes", "store_memory_bytes", "old_logprobs")
     flags += [_flag(WORKER, name, s.values[name]) for name in names]
     flags.append(_flag(WORKER, "shared_memory", unix and s.whole("shared_memory_bytes") > 0))

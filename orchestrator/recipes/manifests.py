@@ -35,9 +35,11 @@ def site_of(s: Settings) -> Site:
         return Site(trainer=address, worker_listen=address, reachable=True, in_a_job=True)
     name = s.text("name")
     # JobSet's own names: <set>-<job>-<job index>-<pod index>.<subdomain>. Pod 0 leads.
+    leader = f"{name}-worker-0-0.{name}"
     return Site(
-        trainer=f"{name}-worker-0-0.{name}:{at.WORKER_PORT}",
+        trainer=f"{leader}:{at.WORKER_PORT}",
         worker_listen=f"0.0.0.0:{at.WORKER_PORT}",
+        coordinator=f"{leader}:{at.COORDINATOR_PORT}" if s.whole("hosts") > 1 else "",
         reachable=True,
         in_a_job=True,
     )

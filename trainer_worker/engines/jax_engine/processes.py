@@ -7,6 +7,7 @@ which part of a micro-batch it is given. Whole arrays on the host need all proce
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
@@ -26,6 +27,8 @@ from trainer_worker.engines.processes import Processes
 
 if TYPE_CHECKING:
     from trainer_worker.engines.jax_engine.engine import JaxEngine
+
+log = logging.getLogger(__name__)
 
 SHUTDOWN_S: Final = 20
 
@@ -53,6 +56,11 @@ def start(processes: Processes) -> None:
             f"--coordinator_address={address}: the {processes.num_processes} processes did not"
             f" meet: {error}"
         ) from error
+    cached = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if cached and jax.default_backend() == "cpu":
+        # Seen with jax 0.10.2: with programs from the cache, processes on CPU wait for ever.
+        log.warning("several processes on CPU do not use JAX's compilation cache: it is off")
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def many() -> bool:
