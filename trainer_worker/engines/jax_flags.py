@@ -12,7 +12,7 @@ from trainer_worker.engine import EngineParts
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.engines.processes import Processes
 
-_PRESET = flags.DEFINE_enum("preset", "tiny", ("tiny", "smollm2-135m"), "Model preset.")
+_PRESET = flags.DEFINE_enum("preset", "tiny", ("tiny", "tiny-moe", "smollm2-135m"), "Model preset.")
 _RATE = define_finite_float("learning_rate", 1e-4, "AdamW learning rate.")
 _WARMUP = flags.DEFINE_integer("warmup_steps", 0, "Linear warm-up, steps.")
 _DECAY = define_finite_float("weight_decay", 0.0, "AdamW weight decay.")
@@ -57,6 +57,19 @@ _EXPERT = flags.DEFINE_integer(
     " devices; 1 x 1 x 1 uses the first device.",
     lower_bound=1,
 )
+_BUFFERS = flags.DEFINE_string(
+    "ragged_buffer_factor",
+    "-1",
+    "Room of MoE buffers as a factor of the even load; -1 = room for every token, none is dropped.",
+)
+_RETRY = define_strict_bool(
+    "retry_when_tokens_dropped",
+    False,
+    "Run a micro-batch whose MoE buffers overflowed again, with room for every token.",
+)
+_NO_PADDING = define_strict_bool(
+    "exclude_padding_from_routing", True, "Padding tokens go to no expert and take no room."
+)
 _AGG = flags.DEFINE_string("loss_agg_mode", "token-mean", "How token losses are aggregated.")
 _OLD = flags.DEFINE_enum(
     "loss_old_logprobs",
@@ -79,12 +92,25 @@ _KEEP = flags.DEFINE_integer(
 )
 
 
+def _is_factor(text: str) -> bool:
+    from trainer_worker.engines.jax_engine.config import EngineConfigInvalid, ragged_buffer_factor
+
+    try:
+        ragged_buffer_factor(text)
+    except EngineConfigInvalid as error:
+        raise flags.ValidationError(str(error)) from error
+    return True
+
+
+flags.register_validator("ragged_buffer_factor", _is_factor)  # type: ignore[no-untyped-call]
+
+
 def create_from_flags(
     *, max_inflight: int, checkpoint_dir: Path | None, processes: Processes | None = None
 ) -> EngineParts:
     """Build the engine that the flags describe; as one of `processes`. Raises `EngineConfigError`."""
     from trainer_worker.engines.jax_engine import config as c
-    from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, TINY, create
+    from trainer_worker.engines.jax_engine.presets import LOGPROB_CHUNK, create, model_of
     from trainer_worker.engines.jax_engine.processes import start
 
     preset = _PRESET.value or ""
@@ -109,11 +135,14 @@ def create_from_flags(
         )
         config = c.EngineConfig(
             model=replace(
-                TINY,
+                model_of(preset),
                 compute_dtype=c.dtype(_DTYPE.value or ""),
                 cast_grads_after_all_reduce=bool(_CAST.value),
             ),
             matmul_precision=c.matmul_precision(_PRECISION.value or ""),
+            ragged_buffer_factor=c.ragged_buffer_factor(_BUFFERS.value or ""),
+            retry_when_tokens_dropped=bool(_RETRY.value),
+            exclude_padding_from_routing=bool(_NO_PADDING.value),
             mesh=c.MeshShape(
                 fsdp=_FSDP.value or 1, context=_CONTEXT.value or 1, expert=_EXPERT.value or 1
             ),

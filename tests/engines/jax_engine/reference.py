@@ -111,6 +111,25 @@ def decoder_logprobs(
     config: ModelConfig, params: Mapping[str, F64], tokens: npt.NDArray[np.int32]
 ) -> F64:
     """Log-prob of each token of one sequence given those before it; 0 for the first. Float64."""
+    return decoder(config, params, tokens)[0]
+
+
+def chosen_experts(logits: F64, top_k: int) -> npt.NDArray[np.int16]:
+    """The router: the `top_k` highest of each token, the lower id first where two are equal."""
+    return np.argsort(-logits, axis=-1, kind="stable")[:, :top_k].astype(np.int16)
+
+
+def decoder(
+    config: ModelConfig,
+    params: Mapping[str, F64],
+    tokens: npt.NDArray[np.int32],
+    recorded: npt.NDArray[np.int16] | None = None,
+) -> tuple[F64, npt.NDArray[np.int16]]:
+    """(log-probs as above, experts `[length, moe_layers, top_k]` that each token used).
+
+    `recorded`, of the same shape: experts to use instead; a token with -1 uses its own router.
+    """
+    used: list[npt.NDArray[np.int16]] = []
     length, dim = len(tokens), config.head_dim
     x = params["embed"][tokens]
 
@@ -128,11 +147,30 @@ def decoder_logprobs(
                 out[position, :, i], out[position, :, i + dim // 2] = a * c - b * s, b * c + a * s
         return out
 
+    def experts_of(n: F64, w: Mapping[str, F64]) -> F64:
+        assert config.moe is not None
+        logits = n @ w["router"]
+        chosen = chosen_experts(logits, config.moe.top_k)
+        if recorded is not None:
+            replay = recorded[:, len(used)]
+            chosen = np.where((replay < 0).any(-1, keepdims=True), chosen, replay)
+        used.append(chosen)
+        out = np.zeros_like(n)
+        for t in range(length):
+            share = np.exp(logits[t, chosen[t]] - logits[t].max())
+            for e, part in zip(chosen[t], share / share.sum(), strict=True):
+                gate = n[t] @ w["expert_gate"][e]
+                inner = gate / (1 + np.exp(-gate)) * (n[t] @ w["expert_up"][e])
+                out[t] += part * (inner @ w["expert_down"][e])
+        return out
+
     for layer in range(config.num_layers):
+        dense = layer < config.dense_layers
+        prefix = "layers/" if dense else "moe_layers/"
         w = {
-            name.removeprefix("layers/"): value[layer]
+            name.removeprefix(prefix): value[layer if dense else layer - config.dense_layers]
             for name, value in params.items()
-            if name.startswith("layers/")
+            if name.startswith(prefix)
         }
         n = norm(x, w["attn_norm"])
         q = rotated((n @ w["wq"]).reshape(length, config.num_heads, dim))
@@ -147,6 +185,9 @@ def decoder_logprobs(
                 mixed[t, head] = (weights / weights.sum()) @ v[: t + 1, shared]
         x = x + mixed.reshape(length, -1) @ w["wo"]
         n = norm(x, w["ffn_norm"])
+        if not dense:
+            x = x + experts_of(n, w)
+            continue
         gate = n @ w["w_gate"]
         x = x + (gate / (1 + np.exp(-gate)) * (n @ w["w_up"])) @ w["w_down"]
     logits = norm(x, params["final_norm"]) @ params.get("head", params["embed"]).T
@@ -154,4 +195,6 @@ def decoder_logprobs(
     logp = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
     found = np.zeros(length)
     found[1:] = logp[np.arange(length - 1), tokens[1:]]
-    return found
+    top_k = 0 if config.moe is None else config.moe.top_k
+    shape = (length, config.moe_layers, top_k)
+    return found, np.stack(used, axis=1) if used else np.zeros(shape, np.int16)

@@ -28,6 +28,49 @@ def _require(holds: bool, text: str) -> None:
         raise EngineConfigInvalid(text)
 
 
+DROPLESS: Final = -1.0
+"""The buffer factor that gives every assignment room."""
+
+
+def ragged_buffer_factor(text: str) -> float:
+    """Parse a MoE buffer factor; every spelling of minus one is `DROPLESS`.
+
+    Raises `EngineConfigInvalid`.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    _require(
+        value == DROPLESS or (math.isfinite(value) and value > 0),
+        f"ragged_buffer_factor is {text!r}; use a number above 0, or -1 for buffers that drop nothing",
+    )
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Mixture-of-experts layers in the Qwen3-MoE shape."""
+
+    num_experts: int
+    top_k: int
+    expert_ffn_size: int
+    dense_layers: int = 0  # The first layers, which have no experts.
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("top_k", self.top_k),
+            ("num_experts", self.num_experts),
+            ("expert_ffn_size", self.expert_ffn_size),
+        ):
+            _require(value >= 1, f"{name} is {value}; use 1 or more")
+        _require(self.dense_layers >= 0, f"dense_layers is {self.dense_layers}; use 0 or more")
+        _require(
+            self.top_k <= self.num_experts,
+            f"top_k is {self.top_k}, but there are {self.num_experts} experts",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only model in the Llama/Qwen shape."""
@@ -46,6 +89,7 @@ class ModelConfig:
     # Sum the gradients of dense products over tokens and devices in compute_dtype, cast then.
     cast_grads_after_all_reduce: bool = False
     query_block: int = 256  # Queries whose scores exist at a time.
+    moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -79,6 +123,21 @@ class ModelConfig:
             f" ({self.num_kv_heads})",
         )
         _require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}: RoPE needs an even number")
+        if self.moe is not None:
+            _require(
+                self.moe.dense_layers < self.num_layers,
+                f"dense_layers is {self.moe.dense_layers} of num_layers {self.num_layers}: none is"
+                " left to have experts",
+            )
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts: what `routed_experts` counts."""
+        return 0 if self.moe is None else self.num_layers - self.moe.dense_layers
+
+    @property
+    def dense_layers(self) -> int:
+        return self.num_layers - self.moe_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +282,10 @@ class EngineConfig:
     # program makes its dispatch wait for the device, nor on several devices (tokens of a row would
     # change devices), nor with a sharded head.
     skips_prompts: bool | None = None
+    # MoE buffers as a factor of the even load, or DROPLESS. A finite one can drop assignments.
+    ragged_buffer_factor: float = DROPLESS
+    retry_when_tokens_dropped: bool = False  # Run such a micro-batch again, dropless.
+    exclude_padding_from_routing: bool = True
     seed: int = 0  # Of the initial weights.
 
     def __post_init__(self) -> None:
@@ -236,8 +299,31 @@ class EngineConfig:
             not self.skips_prompts or self.head_mode == "off",
             f"skips_prompts with head_mode {self.head_mode}: only the unsharded head can skip",
         )
+        ragged_buffer_factor(str(self.ragged_buffer_factor))
+        _require(
+            self.may_drop or not self.retry_when_tokens_dropped,
+            "retry_when_tokens_dropped does nothing: ragged_buffer_factor is"
+            f" {self.ragged_buffer_factor:g}, and the model has {self.model.moe_layers} MoE layers;"
+            " leave it out, or use a finite factor and a MoE model",
+        )
+        moe = self.model.moe
+        _require(
+            moe is not None or self.ragged_buffer_factor == DROPLESS,
+            f"ragged_buffer_factor is {self.ragged_buffer_factor:g}, but the model has no experts:"
+            " leave it out",
+        )
+        _require(
+            moe is None or moe.num_experts % self.mesh.expert == 0,
+            f"mesh_expert is {self.mesh.expert}: it must divide the"
+            f" {1 if moe is None else moe.num_experts} experts",
+        )
         _one_of("head_mode", self.head_mode, get_args(HeadMode))
         _one_of("matmul_precision", self.matmul_precision, get_args(MatmulPrecision))
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether a micro-batch's MoE buffers can overflow."""
+        return self.model.moe is not None and self.ragged_buffer_factor != DROPLESS
 
 
 def _one_of(name: str, text: str, known: tuple[str, ...]) -> str:

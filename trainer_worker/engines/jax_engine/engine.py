@@ -8,6 +8,7 @@ for as long as the array lives.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -42,16 +43,19 @@ from trainer_worker.engines.jax_engine.programs import (
     DENOMINATOR,
     EVALUATE_SUMS,
     LOSS,
-    SCORE_FIELDS,
+    MARKER,
     Programs,
     State,
     Sums,
     compile_programs,
+    field_shape,
     first_state,
+    score_fields,
 )
 from trainer_worker.engines.jax_engine.values import (
     DispatchedBatch,
     DispatchedUpdate,
+    DropAudit,
     Prepared,
     StepNumbers,
     failing_as,
@@ -60,7 +64,9 @@ from trainer_worker.engines.jax_engine.values import (
 
 IDLE_WAITS: Final = 5
 USABLE_FIELDS: Final = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
+ROUTING: Final = "routed_experts"
 
+log = logging.getLogger(__name__)
 
 _next = jax.jit(lambda marker: marker + 1)
 
@@ -98,12 +104,17 @@ class JaxEngine:
         self._denominator = 0.0
         self._micro_batches = 0
         self._inflight: deque[DispatchedBatch] = deque()
-        self._zero = jax.device_put(np.zeros(2, np.float32), self._place.replicated)
+        # With MoE buffers that may overflow: what is not known yet to have fitted.
+        self._unsettled: deque[tuple[Prepared, DispatchedBatch]] = deque()
+        self._audit = DropAudit()
+        self._warned = False
+        self._zero = jax.device_put(np.zeros(len(MARKER), np.float32), self._place.replicated)
 
     # -- what it is ---------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> EngineCapabilities:
+        moe = self._config.model.moe
         return EngineCapabilities(
             engine="jax",
             can_stage=True,
@@ -111,14 +122,21 @@ class JaxEngine:
             can_checkpoint=self._can_checkpoint,
             can_export_weights=self._can_export_weights,
             can_score=True,
-            update_waits_for_device=bool(self._config.loss.logp_gate),
-            optional_fields=USABLE_FIELDS,
+            update_waits_for_device=bool(self._config.loss.logp_gate) or self._config.may_drop,
+            optional_fields=self._usable_fields,
             required_fields=self._config.loss.required_fields,
             vocab_size=self._config.model.vocab_size,
+            moe_layers=self._config.model.moe_layers,
+            top_k=0 if moe is None else moe.top_k,
+            num_experts=0 if moe is None else moe.num_experts,
             device_kind=self._device.device_kind,
             device_count=self._place.mesh.size,
             row_multiple=self._config.mesh.row_ranks,
         )
+
+    @property
+    def _usable_fields(self) -> tuple[str, ...]:
+        return USABLE_FIELDS if self._config.model.moe is None else (*USABLE_FIELDS, ROUTING)
 
     @property
     def train_step(self) -> int:
@@ -195,12 +213,22 @@ class JaxEngine:
         """Run each executable once. The denominator is 0, so that no parameter changes."""
         part = self.input_part(spec, jax.process_index())
         shape = (part.row_count, part.token_count)
-        empty = {name: np.zeros(shape, FIELDS[name].dtype) for name in spec.fields}
+        empty = {
+            name: np.full(
+                (*shape, *field_shape(self._config, spec, name)[2:]),
+                FIELDS[name].pad_value,
+                FIELDS[name].dtype,
+            )
+            for name in spec.fields
+        }
         batch = self._to_device(empty, spec.fields)
         self._sums, _ = programs.fwd_bwd(self._state.params, programs.zero(), batch)
+        if programs.dropless is not None:
+            self._sums, _ = programs.dropless(self._state.params, self._sums, batch)
         self._state, self._sums, metrics, _ = programs.update(self._state, self._sums)
-        scored = programs.score(self._state.params, self._to_device(empty, SCORE_FIELDS))
-        evaluated = self._to_device(empty, (*SCORE_FIELDS, "loss_mask"))
+        fields = score_fields(spec.fields)
+        scored = programs.score(self._state.params, self._to_device(empty, fields))
+        evaluated = self._to_device(empty, (*fields, "loss_mask"))
         sums = programs.evaluate(self._state.params, evaluated)
         jax.block_until_ready((scored, sums, metrics))
 
@@ -213,7 +241,7 @@ class JaxEngine:
                 f"{what}: the field {missing[0]!r} is missing, which the loss needs"
                 f" (old_logprobs {self._config.loss.old_logprobs})"
             )
-        if extra := sorted(fields - wanted - set(USABLE_FIELDS)):
+        if extra := sorted(fields - wanted - set(self._usable_fields)):
             raise InvalidBatch(f"{what}: this engine cannot use the field {extra[0]!r}")
 
     def _ready(self) -> tuple[Programs, CompileSpec]:
@@ -245,9 +273,15 @@ class JaxEngine:
     def _check_content(self, batch: MicroBatch) -> None:
         name = f"micro-batch {batch.id}"
         try:
-            check_values(batch, vocab_size=self._config.model.vocab_size)
+            check_values(
+                batch,
+                vocab_size=self._config.model.vocab_size,
+                num_experts=self.capabilities.num_experts,
+            )
         except InvalidTensor as error:
             raise InvalidBatch(str(error)) from error
+        if ROUTING in batch.arrays:
+            self._check_routing(name, batch.arrays[ROUTING])
         segments, limit = batch.arrays["segment_ids"], segment_limit(batch.tokens_per_row)
         if segments.size and int(segments.max()) > limit:
             row, token = (int(x) for x in np.argwhere(np.greater(segments, limit))[0])
@@ -256,6 +290,26 @@ class JaxEngine:
                 f" {token}; number the segments of a row from 1 (at most {limit})"
             )
         _check_rows(name, batch)
+
+    def _check_routing(self, name: str, routing: np.ndarray) -> None:
+        """Its ids are in range already."""
+        able = self.capabilities
+        if routing.shape[2:] != (able.moe_layers, able.top_k):
+            raise InvalidBatch(
+                f"{name}: field {ROUTING} has {routing.shape[2]} layers of {routing.shape[3]}"
+                f" experts; the model has {able.moe_layers} layers with experts (dense layers do not"
+                f" count) of {able.top_k}"
+            )
+        for row in range(routing.shape[0]):  # Temporary memory does not grow with the payload.
+            unset = (routing[row] < 0).sum(axis=-1)
+            partly = (unset > 0) & (unset < able.top_k)
+            if partly.any():
+                token, layer = (int(x) for x in np.argwhere(partly)[0])
+                raise InvalidBatch(
+                    f"{name}: field {ROUTING} holds {routing[row, token, layer].tolist()} at row"
+                    f" {row}, position {token}, MoE layer {layer}: give every expert of a token, or"
+                    " -1 for all of them"
+                )
 
     def input_bytes(self, batch: MicroBatch) -> int:
         return batch.payload_bytes
@@ -301,20 +355,82 @@ class JaxEngine:
         }
 
     def fwd_bwd(self, prepared: PreparedInput) -> DispatchedBatch:
-        """Waits for the oldest micro-batch while `max_inflight` are in flight."""
+        """Waits for the oldest micro-batch while `max_inflight` are in flight.
+
+        One whose MoE buffers overflowed is run again before the next is dispatched, once it is that
+        old: when, depends on the order of calls alone, so that sums are made in the same order in
+        every run.
+        """
         if not isinstance(prepared, Prepared):
             raise EngineError(f"fwd_bwd got {type(prepared).__name__}, not this engine's input")
+        programs, _ = self._ready()
+        if len(self._unsettled) >= self._config.max_inflight:
+            self._settle_oldest()
+        dispatched = self._dispatch(programs.fwd_bwd, prepared)
+        if self._config.may_drop:
+            self._unsettled.append((prepared, dispatched))
+        self._denominator += prepared.denominator
+        self._micro_batches += 1
+        return dispatched
+
+    def _dispatch(self, program: jax.stages.Compiled, prepared: Prepared) -> DispatchedBatch:
         programs, _ = self._ready()
         while len(self._inflight) >= self._config.max_inflight:
             self._inflight.popleft().wait()
         with failing_as(prepared.batch_id):
             sums = programs.zero() if self._sums is None else self._sums
-            self._sums, marker = programs.fwd_bwd(self._state.params, sums, dict(prepared.arrays))
+            self._sums, marker = program(self._state.params, sums, dict(prepared.arrays))
         dispatched = DispatchedBatch(batch_id=prepared.batch_id, marker=marker)
         self._inflight.append(dispatched)
-        self._denominator += prepared.denominator
-        self._micro_batches += 1
         return dispatched
+
+    def _settle_oldest(self) -> None:
+        """Learn whether the oldest micro-batch overflowed; if so, run it again without drops.
+
+        Its first pass added nothing to the sums then, so nothing has to be taken out of them.
+        """
+        programs, _ = self._ready()
+        prepared, dispatched = self._unsettled.popleft()
+        count = dispatched.dropped()
+        if not count:
+            return
+        again = programs.dropless is not None
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "micro-batch %s: its MoE buffers (--ragged_buffer_factor=%g) had no room for %d"
+                " assignments; %s. Said once; counted every step.",
+                prepared.batch_id,
+                self._config.ragged_buffer_factor,
+                count,
+                "it is run again without drops"
+                if again
+                else "they are left out of the gradient (no --retry_when_tokens_dropped)",
+            )
+        self._audit = DropAudit(
+            dropped_assignments=self._audit.dropped_assignments + count,
+            dropless_replays=self._audit.dropless_replays + int(again),
+            dropped_assignments_used=self._audit.dropped_assignments_used + (0 if again else count),
+        )
+        if programs.dropless is not None:
+            self._dispatch(programs.dropless, prepared)
+
+    def _settle(self) -> None:
+        """Afterwards the open step's sums are complete and its audit is known."""
+        if not self._unsettled:
+            return
+        step = self._unsettled[-1][0].batch_id.step
+        while self._unsettled:
+            self._settle_oldest()
+        if self._audit.dropless_replays:
+            while self._inflight:  # A retry that fails must name its micro-batch.
+                self._inflight.popleft().wait()
+        log.info(
+            "MOE_DROP_AUDIT_STEP step=%d dropped_assignments_used=%d dropless_replays=%d",
+            step,
+            self._audit.dropped_assignments_used,
+            self._audit.dropless_replays,
+        )
 
     def wait_for_device(self) -> float:
         started_s = time.monotonic()
@@ -325,12 +441,14 @@ class JaxEngine:
         return time.monotonic() - started_s
 
     def update(self) -> UpdateResult:
-        """Waits for the device only with log-prob gates, which decide there what is kept.
+        """Waits for the device only with log-prob gates, which decide there what is kept, and with
+        MoE buffers that may overflow: what did is run again first.
 
         Raises `EngineError` when no micro-batch was accumulated.
         """
         programs, spec = self._ready()
-        sums = self._sums
+        self._settle()
+        sums, audit = self._sums, self._audit
         if sums is None or not self._micro_batches:
             raise EngineError("update without a micro-batch: nothing was accumulated")
         denominator = self._denominator
@@ -348,17 +466,23 @@ class JaxEngine:
             update=update,
             micro_batches=self._micro_batches,
             has_sampler="sampling_logprobs" in spec.fields,
+            audit=None if self._config.model.moe is None else audit,
         )
-        self._denominator, self._micro_batches = 0.0, 0
+        self._denominator, self._micro_batches, self._audit = 0.0, 0, DropAudit()
         return UpdateResult(
-            applied=applied, completion=DispatchedUpdate(update=update), metrics=metrics
+            applied=applied,
+            completion=DispatchedUpdate(update=update),
+            metrics=metrics,
+            dropless_replays=audit.dropless_replays,
+            dropped_assignments=audit.dropped_assignments_used if applied else 0,
         )
 
     def abort_step(self) -> None:
         """Made of nothing that the aborted step computed: it may have failed."""
         self._sums = None
         self._inflight.clear()
-        self._denominator, self._micro_batches = 0.0, 0
+        self._unsettled.clear()
+        self._denominator, self._micro_batches, self._audit = 0.0, 0, DropAudit()
 
     def restore_state(self, state: State, train_step: int) -> None:
         """Take over host arrays as the state, copied; the open step and its input are dropped."""
@@ -385,7 +509,7 @@ class JaxEngine:
         """Of the whole micro-batch, given this process's part of it."""
         programs, _ = self._ready()
         with failing_as(batch.id):
-            arrays = self._to_device(batch.arrays, SCORE_FIELDS)
+            arrays = self._to_device(batch.arrays, score_fields(batch.arrays))
             scored = programs.score(self._state.params, arrays)
         return ScoreResult(logprobs=read(scored, batch.id), metrics={})
 
@@ -399,7 +523,7 @@ class JaxEngine:
         """Of the whole micro-batch, given this process's part of it."""
         programs, _ = self._ready()
         with failing_as(batch.id):
-            arrays = self._to_device(batch.arrays, (*SCORE_FIELDS, "loss_mask"))
+            arrays = self._to_device(batch.arrays, (*score_fields(batch.arrays), "loss_mask"))
             sums = read(programs.evaluate(self._state.params, arrays), batch.id)
         values = dict(zip(EVALUATE_SUMS, map(float, sums), strict=True))
         tokens = max(values["tokens"], 1.0)

@@ -1,4 +1,4 @@
-"""The model: a decoder in the Llama/Qwen shape, in plain JAX.
+"""The model: a decoder in the Llama/Qwen shape, dense or with experts, in plain JAX.
 
 Plain functions over a dictionary of arrays rather than a module library: parameters are what a
 checkpoint, a weight export and a digest see, layers are one `lax.scan` over stacked arrays (so that
@@ -9,7 +9,7 @@ RoPE by `positions`, grouped-query attention within a segment, SwiGLU, tied or u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from trainer_worker.engines.jax_engine.mesh import (
     constrain,
     has_mesh,
 )
+from trainer_worker.engines.jax_engine.moe import Buffers, moe_feed_forward
 from trainer_worker.engines.jax_engine.precision import dense
 
 Params = Mapping[str, Array | Mapping[str, Array]]
@@ -35,8 +36,32 @@ MASKED: Final = -1e30  # A score that softmax turns into 0; finite, so that no r
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of the stacked layer parameters, `[layers, ...]`."""
-    layers, hidden = config.num_layers, config.hidden_size
+    """Shapes of the stacked parameters of the dense layers, `[layers, ...]`."""
+    layers, hidden = config.dense_layers, config.hidden_size
+    return {
+        **_attention_shapes(config, layers),
+        "w_gate": (layers, hidden, config.ffn_size),
+        "w_up": (layers, hidden, config.ffn_size),
+        "w_down": (layers, config.ffn_size, hidden),
+    }
+
+
+def moe_layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stacked parameters of the MoE layers, `[moe_layers, ...]`."""
+    assert config.moe is not None
+    layers, hidden, moe = config.moe_layers, config.hidden_size, config.moe
+    experts, width = moe.num_experts, moe.expert_ffn_size
+    return {
+        **_attention_shapes(config, layers),
+        "router": (layers, hidden, experts),
+        "expert_gate": (layers, experts, hidden, width),
+        "expert_up": (layers, experts, hidden, width),
+        "expert_down": (layers, experts, width, hidden),
+    }
+
+
+def _attention_shapes(config: ModelConfig, layers: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
     return {
@@ -46,9 +71,6 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "wv": (layers, hidden, keys),
         "wo": (layers, queries, hidden),
         "ffn_norm": (layers, hidden),
-        "w_gate": (layers, hidden, config.ffn_size),
-        "w_up": (layers, hidden, config.ffn_size),
-        "w_down": (layers, config.ffn_size, hidden),
     }
 
 
@@ -59,13 +81,21 @@ def init_params(config: ModelConfig, seed: int) -> HostParams:
     def matrix(shape: tuple[int, ...], fan_in: int) -> HostArray:
         return rng.standard_normal(shape, np.float32) * np.float32(fan_in**-0.5)
 
-    layers: dict[str, HostArray] = {}
-    for name, shape in layer_shapes(config).items():
-        layers[name] = np.ones(shape, np.float32) if len(shape) == 2 else matrix(shape, shape[1])
+    def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, HostArray]:
+        return {
+            name: np.ones(shape, np.float32) if len(shape) == 2 else matrix(shape, shape[-2])
+            for name, shape in shapes.items()
+        }
+
+    stacks: dict[str, Mapping[str, HostArray]] = {}
+    if config.dense_layers:
+        stacks["layers"] = stacked(layer_shapes(config))
+    if config.moe is not None:
+        stacks["moe_layers"] = stacked(moe_layer_shapes(config))
     hidden = config.hidden_size
     params: dict[str, HostArray | Mapping[str, HostArray]] = {
         "embed": matrix((config.vocab_size, hidden), hidden),
-        "layers": layers,
+        **stacks,
         "final_norm": np.ones((hidden,), np.float32),
     }
     if not config.tied_head:
@@ -180,9 +210,10 @@ def feed_forward(config: ModelConfig, x: Array, layer: Mapping[str, Array]) -> A
     return dense(gate * up, layer["w_down"], cast_after=after)
 
 
-def _layer(
+def _attention(
     config: ModelConfig, x: Array, layer: Mapping[str, Array], positions: Array, segments: Array
 ) -> Array:
+    """`x` with the attention of its normed self added."""
     rows, tokens, _ = x.shape
     normed = rms_norm(x, layer["attn_norm"], config.norm_eps)
 
@@ -196,23 +227,52 @@ def _layer(
     k = _rope(heads("wk", config.num_kv_heads), positions, config.rope_theta)
     v = heads("wv", config.num_kv_heads)
     mixed = _attend(q, k, v, segments, config.query_block).reshape(rows, tokens, -1)
-    x = x + dense(mixed, layer["wo"], cast_after=after)
-    normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
-    return constrain(x + feed_forward(config, normed, layer), TOKENS)
+    return x + dense(mixed, layer["wo"], cast_after=after)
 
 
-def hidden_states(
-    config: ModelConfig, params: Params, tokens: Array, positions: Array, segment_ids: Array
-) -> Array:
-    """Hidden states `[R, T, D]` before the final norm, 0 at padding."""
-    embed, layers = params["embed"], params["layers"]
+class Decoded(NamedTuple):
+    """What the layers make of a micro-batch."""
+
+    hidden: Array  # [R, T, D] before the final norm, 0 at padding.
+    dropped: Array  # int32 scalar: assignments that MoE buffers had no room for.
+    experts: Array  # int32 [moe_layers, R, T, top_k] used; no layers for a dense model.
+
+
+def decode(
+    config: ModelConfig, params: Params, batch: Mapping[str, Array], buffers: Buffers
+) -> Decoded:
+    """Runs the layers over `tokens`, `positions`, `segment_ids` and, where there, `routed_experts`."""
+    positions, segments = batch["positions"], batch["segment_ids"]
+    embed = params["embed"]
     assert not isinstance(embed, Mapping)
     table = constrain(embed, WHOLE)
-    x = constrain(table[tokens].astype(jnp.dtype(config.compute_dtype)), TOKENS)
+    x = constrain(table[batch["tokens"]].astype(jnp.dtype(config.compute_dtype)), TOKENS)
 
-    def step(x: Array, layer: Mapping[str, Array]) -> tuple[Array, None]:
-        return _layer(config, x, layer, positions, segment_ids), None
+    def plain(x: Array, layer: Mapping[str, Array]) -> tuple[Array, None]:
+        x = _attention(config, x, layer, positions, segments)
+        normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
+        return constrain(x + feed_forward(config, normed, layer), TOKENS), None
 
-    x, _ = lax.scan(jax.checkpoint(step), x, layers)
+    if config.dense_layers:
+        x, _ = lax.scan(jax.checkpoint(plain), x, params["layers"])
+    dropped = jnp.zeros((), jnp.int32)
+    experts = jnp.zeros((0, *segments.shape, 1), jnp.int32)
+    if config.moe is not None:
+        moe, recorded = config.moe, batch.get("routed_experts")
+
+        def expert(
+            x: Array, part: tuple[Mapping[str, Array], Array | None]
+        ) -> tuple[Array, tuple[Array, Array]]:
+            layer, replay = part
+            x = _attention(config, x, layer, positions, segments)
+            normed = rms_norm(x, layer["ffn_norm"], config.norm_eps)
+            made = moe_feed_forward(moe, buffers, normed, layer, segments != 0, replay)
+            return constrain(x + made.out, TOKENS), (made.dropped, made.experts)
+
+        by_layer = None if recorded is None else jnp.moveaxis(recorded, 2, 0)
+        stack = (params["moe_layers"], by_layer)
+        x, (counts, experts) = lax.scan(jax.checkpoint(expert), x, stack)
+        dropped = jnp.sum(counts)
     # What padding holds must not reach the head: a NaN there would make every gradient NaN.
-    return jnp.where((segment_ids != 0)[..., None], x, jnp.zeros((), x.dtype))
+    hidden = jnp.where((segments != 0)[..., None], x, jnp.zeros((), x.dtype))
+    return Decoded(hidden=hidden, dropped=dropped, experts=experts)

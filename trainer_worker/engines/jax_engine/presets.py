@@ -10,13 +10,18 @@ from typing import Final
 
 from trainer_worker.engine import EngineParts
 from trainer_worker.engines.jax_engine.checkpoints import JaxCheckpoints
-from trainer_worker.engines.jax_engine.config import EngineConfig, EngineConfigInvalid, ModelConfig
+from trainer_worker.engines.jax_engine.config import (
+    EngineConfig,
+    EngineConfigInvalid,
+    ModelConfig,
+    MoeConfig,
+)
 from trainer_worker.engines.jax_engine.engine import JaxEngine
 from trainer_worker.engines.jax_engine.model import HostParams, init_params
 from trainer_worker.engines.jax_engine.processes import JaxShards, many
 from trainer_worker.engines.jax_engine.weights import JaxWeights
 
-PRESETS: Final = ("tiny", "smollm2-135m")
+PRESETS: Final = ("tiny", "tiny-moe", "smollm2-135m")
 
 TINY: Final = ModelConfig(
     vocab_size=49_152,  # That of the recorded rollouts' tokenizer.
@@ -30,8 +35,21 @@ TINY: Final = ModelConfig(
 )
 
 
-LOGPROB_CHUNK: Final[Mapping[str, int]] = MappingProxyType({"tiny": 16, "smollm2-135m": 64})
+TINY_MOE: Final = replace(
+    TINY,
+    num_layers=3,
+    moe=MoeConfig(num_experts=8, top_k=2, expert_ffn_size=32, dense_layers=1),
+)
+
+LOGPROB_CHUNK: Final[Mapping[str, int]] = MappingProxyType(
+    {"tiny": 16, "tiny-moe": 16, "smollm2-135m": 64}
+)
 """Default tokens of each row whose logits exist at a time: what a CPU's caches like."""
+
+
+def model_of(preset: str) -> ModelConfig:
+    """The model of a preset with random weights; `TINY` for one that brings its own."""
+    return TINY_MOE if preset == "tiny-moe" else TINY
 
 
 def create(
@@ -42,8 +60,9 @@ def create(
 
     Raises `EngineConfigInvalid` for an unknown preset and for weights that are not installed.
     """
-    if preset == "tiny":
-        model, params = TINY, init_params(TINY, config.seed)
+    if preset in ("tiny", "tiny-moe"):
+        model = model_of(preset)
+        params = init_params(model, config.seed)
     elif preset == "smollm2-135m":
         from trainer_worker.engines.jax_engine.gguf_weights import load_smollm2
 

@@ -7,7 +7,7 @@ cannot change a bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from prestage.microbatch import FIELDS
 from trainer_worker.engine import CompileSpec
-from trainer_worker.engines.jax_engine.config import EngineConfig, OptimizerConfig
+from trainer_worker.engines.jax_engine.config import DROPLESS, EngineConfig, OptimizerConfig
 from trainer_worker.engines.jax_engine.loss import (
     SUM_NAMES,
     loss_sums,
@@ -30,17 +30,22 @@ from trainer_worker.engines.jax_engine.loss import (
 )
 from trainer_worker.engines.jax_engine.mesh import Placement
 from trainer_worker.engines.jax_engine.model import (
+    Decoded,
     Params,
+    decode,
     final_norm,
     head_table,
-    hidden_states,
     join_blocks,
     split_blocks,
 )
+from trainer_worker.engines.jax_engine.moe import Buffers
 from trainer_worker.logprob_head import HeadConfig, TokenLogprobs, token_logprobs
 
+MARKER: Final = ("loss", "denominator", "dropped_assignments")
+"""The numbers that a micro-batch's program reports besides the sums, f32, in order."""
 LOSS: Final = SUM_NAMES.index("loss")
 DENOMINATOR: Final = SUM_NAMES.index("denominator")
+DROPPED: Final = MARKER.index("dropped_assignments")
 UPDATE_METRICS: Final = ("grad_norm", "update_norm", "learning_rate", "applied")
 """Names of the numbers that an update reports, in order."""
 GRAD_NORM: Final = UPDATE_METRICS.index("grad_norm")
@@ -69,7 +74,9 @@ class Sums(NamedTuple):
 class Programs:
     """Executables. Donated arguments are marked *."""
 
-    fwd_bwd: jax.stages.Compiled  # (params, sums*, batch) -> (sums, f32 [loss, denominator])
+    fwd_bwd: jax.stages.Compiled  # (params, sums*, batch) -> (sums, marker)
+    # The same without drops, for what overflowed; None where nothing is run again.
+    dropless: jax.stages.Compiled | None
     update: jax.stages.Compiled  # (state*, sums*) -> (state, zero sums, f32 metrics, totals)
     zero: jax.stages.Compiled  # () -> zero sums
     score: jax.stages.Compiled  # (params, batch) -> f32 log-probs [R, T], token-aligned
@@ -95,18 +102,22 @@ def _zero_sums(params: Params) -> Sums:
     return Sums(gradients=gradients, totals=jnp.zeros((len(SUM_NAMES),), jnp.float32))
 
 
-def _predicted(config: EngineConfig, params: Params, batch: Batch, needed: Array) -> TokenLogprobs:
+def _decoded(config: EngineConfig, params: Params, batch: Batch, factor: float) -> Decoded:
+    buffers = Buffers(factor=factor, exclude_padding=config.exclude_padding_from_routing)
+    return decode(config.model, params, batch, buffers)
+
+
+def _predicted(
+    config: EngineConfig, params: Params, hidden: Array, tokens: Array, needed: Array
+) -> TokenLogprobs:
     """Log-prob and entropy of each predicted token `[R, T]`; anything where not `needed`."""
-    hidden = hidden_states(
-        config.model, params, batch["tokens"], batch["positions"], batch["segment_ids"]
-    )
     head = HeadConfig(
         chunk_tokens=config.logprob_chunk,
         compute_dtype=config.model.compute_dtype,
         norm_eps=config.model.norm_eps,
         mode=config.head_mode,
     )
-    table, scale, targets = head_table(params), final_norm(params), shifted(batch["tokens"])
+    table, scale, targets = head_table(params), final_norm(params), shifted(tokens)
     if config.skips_prompts:
         return _score_needed(head, hidden, table, scale, targets, needed)
     return token_logprobs(hidden, table, targets, head, norm_scale=scale)
@@ -153,16 +164,30 @@ def _score_needed(
     return TokenLogprobs(logprobs=put_back(found.logprobs), entropy=put_back(found.entropy))
 
 
-def _loss(config: EngineConfig, params: Params, batch: Batch) -> tuple[Array, Array]:
-    scored = _predicted(config, params, batch, target_weights(batch) > 0)
-    return loss_sums(config.loss, scored.logprobs, scored.entropy, batch)
+def _loss(
+    config: EngineConfig, params: Params, batch: Batch, factor: float
+) -> tuple[Array, tuple[Array, Array]]:
+    """(loss to differentiate, (sums, assignments dropped))."""
+    decoded = _decoded(config, params, batch, factor)
+    needed = target_weights(batch) > 0
+    scored = _predicted(config, params, decoded.hidden, batch["tokens"], needed)
+    loss, totals = loss_sums(config.loss, scored.logprobs, scored.entropy, batch)
+    return loss, (totals, decoded.dropped)
 
 
-def _fwd_bwd(config: EngineConfig, params: Params, sums: Sums, batch: Batch) -> tuple[Sums, Array]:
-    (_, totals), new = jax.value_and_grad(lambda p: _loss(config, p, batch), has_aux=True)(params)
+def _fwd_bwd(
+    config: EngineConfig, params: Params, sums: Sums, batch: Batch, factor: float
+) -> tuple[Sums, Array]:
+    """Adds this micro-batch to the sums; what will be run again adds nothing."""
+    (_, (totals, dropped)), new = jax.value_and_grad(
+        lambda p: _loss(config, p, batch, factor), has_aux=True
+    )(params)
     gradients = jax.tree.map(lambda old, g: old + g.astype(jnp.float32), sums.gradients, new)
-    marker = jnp.stack([totals[LOSS], totals[DENOMINATOR]])
-    return Sums(gradients=gradients, totals=sums.totals + totals), marker
+    marker = jnp.stack([totals[LOSS], totals[DENOMINATOR], dropped.astype(jnp.float32)])
+    added = Sums(gradients=gradients, totals=sums.totals + totals)
+    if config.retry_when_tokens_dropped and factor != DROPLESS:
+        added = jax.tree.map(lambda new, old: jnp.where(dropped == 0, new, old), added, sums)
+    return added, marker
 
 
 def _global_norm(tree: Params) -> Array:
@@ -207,13 +232,15 @@ def _update(config: EngineConfig, state: State, sums: Sums) -> tuple[State, Sums
 
 def _score(config: EngineConfig, params: Params, batch: Batch) -> Array:
     needed = predicts(batch["segment_ids"])
-    predicted = _predicted(config, params, batch, needed).logprobs
+    hidden = _decoded(config, params, batch, DROPLESS).hidden
+    predicted = _predicted(config, params, hidden, batch["tokens"], needed).logprobs
     return jnp.roll(jnp.where(needed, predicted, 0.0), 1, axis=1)
 
 
 def _evaluate(config: EngineConfig, params: Params, batch: Batch) -> Array:
     weights = target_weights(batch)
-    scored = _predicted(config, params, batch, weights > 0)
+    hidden = _decoded(config, params, batch, DROPLESS).hidden
+    scored = _predicted(config, params, hidden, batch["tokens"], weights > 0)
     return jnp.stack(
         [
             jnp.sum(jnp.where(weights > 0, scored.logprobs, 0.0)),
@@ -223,10 +250,25 @@ def _evaluate(config: EngineConfig, params: Params, batch: Batch) -> Array:
     )
 
 
-def batch_shapes(spec: CompileSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Abstract arrays of one micro-batch."""
+def score_fields(fields: Iterable[str]) -> tuple[str, ...]:
+    """What scoring reads of a micro-batch with these fields."""
+    return (*SCORE_FIELDS, *(name for name in fields if name == "routed_experts"))
+
+
+def field_shape(config: EngineConfig, spec: CompileSpec, name: str) -> tuple[int, ...]:
+    """Shape of one field of a micro-batch."""
     shape = (spec.rows, spec.tokens_per_row)
-    return {name: jax.ShapeDtypeStruct(shape, FIELDS[name].dtype) for name in spec.fields}
+    if name != "routed_experts" or config.model.moe is None:
+        return shape
+    return (*shape, config.model.moe_layers, config.model.moe.top_k)
+
+
+def batch_shapes(config: EngineConfig, spec: CompileSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Abstract arrays of one micro-batch."""
+    return {
+        name: jax.ShapeDtypeStruct(field_shape(config, spec, name), FIELDS[name].dtype)
+        for name in spec.fields
+    }
 
 
 def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> Programs:
@@ -236,12 +278,21 @@ def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> P
     sums = jax.eval_shape(_zero_sums, aval.params)
     at, sums_at = place.tree(aval), place.tree(sums)
     whole = place.replicated
-    batch = batch_shapes(spec)
-    scored = {name: batch[name] for name in SCORE_FIELDS}
-    evaluated = {name: batch[name] for name in (*SCORE_FIELDS, "loss_mask")}
+    batch = batch_shapes(config, spec)
+    scored = {name: batch[name] for name in score_fields(spec.fields)}
+    evaluated = {name: batch[name] for name in (*scored, "loss_mask")}
 
-    def fwd_bwd(params: Params, sums: Sums, batch: Batch) -> tuple[Sums, Array]:
-        return _fwd_bwd(config, params, sums, batch)
+    def fwd_bwd(factor: float) -> jax.stages.Compiled:
+        def program(params: Params, sums: Sums, batch: Batch) -> tuple[Sums, Array]:
+            return _fwd_bwd(config, params, sums, batch, factor)
+
+        jitted = jax.jit(
+            program,
+            donate_argnums=1,
+            in_shardings=(at.params, sums_at, inputs(batch)),
+            out_shardings=(sums_at, whole),
+        )
+        return jitted.lower(aval.params, sums, batch).compile()
 
     def update(state: State, sums: Sums) -> tuple[State, Sums, Array, Array]:
         return _update(config, state, sums)
@@ -260,14 +311,8 @@ def compile_programs(config: EngineConfig, state: State, spec: CompileSpec) -> P
 
     with jax.set_mesh(place.mesh), jax.default_matmul_precision(config.matmul_precision):
         return Programs(
-            fwd_bwd=jax.jit(
-                fwd_bwd,
-                donate_argnums=1,
-                in_shardings=(at.params, sums_at, inputs(batch)),
-                out_shardings=(sums_at, whole),
-            )
-            .lower(aval.params, sums, batch)
-            .compile(),
+            fwd_bwd=fwd_bwd(config.ragged_buffer_factor),
+            dropless=fwd_bwd(DROPLESS) if config.retry_when_tokens_dropped else None,
             update=jax.jit(
                 update,
                 donate_argnums=(0, 1),

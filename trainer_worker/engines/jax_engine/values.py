@@ -19,7 +19,7 @@ from jax import Array
 from prestage.microbatch import MicroBatchId
 from trainer_worker.engine import DeviceFailure, DeviceSpan, EngineError
 from trainer_worker.engines.jax_engine.loss import SUM_NAMES
-from trainer_worker.engines.jax_engine.programs import GRAD_NORM, UPDATE_METRICS
+from trainer_worker.engines.jax_engine.programs import DROPPED, GRAD_NORM, UPDATE_METRICS
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -67,12 +67,12 @@ class DispatchedBatch:
     """A micro-batch's forward and backward."""
 
     batch_id: MicroBatchId
-    marker: Array  # f32 [loss sum, denominator]; never donated; ready when the program is.
+    marker: Array  # f32, in the order of MARKER; never donated; ready when the program is.
 
     def wait(self) -> DeviceSpan:
         """Raises `DeviceFailure` also for a loss that is not finite: its tokens are in the step's
         denominator, so leaving it out silently would be wrong too."""
-        loss, denominator = (float(value) for value in read(self.marker, self.batch_id))
+        loss, denominator, *_ = (float(value) for value in read(self.marker, self.batch_id))
         if not np.isfinite(loss):
             raise DeviceFailure(
                 self.batch_id, f"its loss is {loss} (denominator {denominator:g}): abort the step"
@@ -81,6 +81,27 @@ class DispatchedBatch:
 
     def peek(self) -> DeviceSpan:
         return self.wait() if _known(self.marker) else DeviceSpan()
+
+    def dropped(self) -> int:
+        """MoE assignments that its buffers had no room for. Waits; raises as `wait` does."""
+        self.wait()
+        return int(read(self.marker, self.batch_id)[DROPPED])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropAudit:
+    """What MoE buffers left out in one step."""
+
+    dropped_assignments: int = 0  # By any pass, also one that was run again.
+    dropless_replays: int = 0  # Micro-batches that were run again.
+    dropped_assignments_used: int = 0  # By passes whose gradient is in the step.
+
+    def values(self) -> dict[str, float]:
+        return {
+            "moe_dropped_assignments": float(self.dropped_assignments),
+            "dropless_replays": float(self.dropless_replays),
+            "dropped_assignments_used": float(self.dropped_assignments_used),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +124,16 @@ class StepNumbers:
     """`PendingMetrics` of one step. Once read, holds plain numbers and no device memory."""
 
     def __init__(
-        self, *, totals: Array, update: Array, micro_batches: int, has_sampler: bool
+        self,
+        *,
+        totals: Array,
+        update: Array,
+        micro_batches: int,
+        has_sampler: bool,
+        audit: DropAudit | None = None,
     ) -> None:
+        """`audit`: of a model with experts."""
+        self._audit = audit
         self._pending: tuple[Array, Array] | None = (totals, update)
         self._micro_batches = micro_batches
         self._has_sampler = has_sampler
@@ -138,4 +167,4 @@ class StepNumbers:
         }
         if self._has_sampler:
             values["sampler_is/token_logdiff_absmean"] = total["logprob_gap"] / tokens
-        return values
+        return values if self._audit is None else values | self._audit.values()
