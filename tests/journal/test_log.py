@@ -24,7 +24,7 @@ from orchestrator.journal.config import LiveConfig
 from orchestrator.journal.errors import JournalBusy, JournalDamaged, JournalError, JournalMismatch
 from orchestrator.journal.open import open_live
 from orchestrator.trajectory import DropReason
-from tests.journal.rig import Faults, Live, config, never, opened, rollout
+from tests.journal.rig import Faults, Live, Model, config, never, opened, rollout
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,19 +176,34 @@ import sys
 from pathlib import Path
 from tests.journal.rig import Live, config, never, rollout
 
-live = Live(config(Path(sys.argv[1])))
-print(live.log.open_producer("p"), flush=True)
-for at in range(live.log.open_producer("p"), 10_000):
+live = Live(config(Path(sys.argv[1]), segment_bytes=2000))
+start = live.log.open_producer("p")
+print(start, flush=True)
+step = live.log.point.durable_step
+for at in range(start, 10_000):
     live.log.append("p", at, rollout(f"g{at // 2}", at % 2), cancelled=never).result()
-    print(at, flush=True)
+    print("acked", at, flush=True)
+    while live.log.group(2 * step + 1) is not None:
+        print("step", step, *live.digests(step), flush=True)
+        live.source.step_durable(step - 1)
+        step += 1
 """
 
 
 def test_r10_killed_with_9_in_the_middle_of_it(tmp_path):
-    """Real processes: each is killed while it writes, and the next one goes on."""
-    settings = config(tmp_path / "j")
-    acked = -1
-    for _ in range(3):
+    """Real processes: each is killed while it writes and trains, and the next one goes on."""
+    settings = config(tmp_path / "j", segment_bytes=2000)
+    acked, steps = -1, {}
+
+    def read(line: str) -> None:
+        nonlocal acked
+        words = line.split()
+        if len(words) == 2 and words[0] == "acked" and line.endswith("\n"):
+            acked = max(acked, int(words[1]))
+        elif words and words[0] == "step" and line.endswith("\n"):
+            assert steps.setdefault(int(words[1]), words[2:]) == words[2:]
+
+    for lines in (20, 31, 47):
         child = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CHILD), str(settings.folder)],
             cwd=ROOT,
@@ -201,23 +216,27 @@ def test_r10_killed_with_9_in_the_middle_of_it(tmp_path):
             assert start in (acked + 1, acked + 2), "one may be durable and not told"
             with pytest.raises(JournalBusy, match=f"process {child.pid}"):
                 open_live(settings)
-            for _ in range(25):
-                acked = int(child.stdout.readline())
+            for _ in range(lines):
+                read(child.stdout.readline())
             child.send_signal(signal.SIGKILL)
-            acked = max([acked, *map(int, child.stdout.read().split())])
+            for line in child.stdout:
+                read(line)
         finally:
             child.kill()
             child.wait()
     with opened(settings) as live:
         durable = live.log.open_producer("p")
         assert durable in (acked + 1, acked + 2)
-        totals = live.log.totals()
-        sent = [rollout(f"g{at // 2}", at % 2) for at in range(durable)]
-        assert totals.tokens_in == sum(trajectory.total_tokens for trajectory in sent)
-        assert totals.duplicates == 0
-        for step in range(durable // 4):
-            assert live.groups_of(step) == [f"g{2 * step}", f"g{2 * step + 1}"]
-            live.digests(step)
+        model = Model(settings)
+        for at in range(durable):
+            model.submit(rollout(f"g{at // 2}", at % 2))
+        assert live.log.totals().tokens_in == model.ledger().tokens_in
+        assert live.log.totals().duplicates == 0
+        first = live.log.point.durable_step
+        assert len(steps) >= 10 and 0 < first <= max(steps)
+        for step in range(first, len(model.steps)):
+            steps[step] = live.digests(step)
+        assert steps == dict(enumerate(model.steps))
 
 
 @pytest.mark.parametrize(
