@@ -247,6 +247,10 @@ class CheckpointEngine(Protocol):
 
     def begin_save(self, position: RunPosition) -> PendingSave: ...
 
+    def saved_run(self, step: int | None) -> str | None:
+        """Run id of what `restore` would load, without loading it; None when that is not known."""
+        ...
+
     def restore(self, step: int | None) -> RunPosition | None:
         """Load the newest complete checkpoint, or the one of `step`; None when there is none."""
         ...

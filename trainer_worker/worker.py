@@ -695,6 +695,7 @@ class Worker:
         assert self._parts.checkpoint is not None
         if self._save is not None:
             self._wait_save(self._save)
+        self._refuse_another_run(self._parts.checkpoint.saved_run(work.restore_step))
         position = self._parts.checkpoint.restore(work.restore_step)
         if position is None:
             wanted = "any step" if work.restore_step is None else f"step {work.restore_step}"
@@ -715,6 +716,18 @@ class Worker:
             self._metrics.clear()
         state = restored(self._session.step, step=position.step, train_step=position.train_step)
         return CallResult(state=state, position=position)
+
+    def _refuse_another_run(self, saved: str | None) -> None:
+        """Before anything is loaded, where the engine can tell."""
+        if saved is None or saved == self._session.run_id:
+            return
+        raise WithdrawnError(
+            self._refuse(
+                Reason.WRONG_RUN,
+                f"the checkpoint is of run {saved!r}, not {self._session.run_id!r}: give each run a"
+                " --checkpoint_dir of its own, or go on with that run's --run_id",
+            )
+        )
 
     # -- weights ----------------------------------------------------------------------------------
 

@@ -398,15 +398,26 @@ class TimedEngine:
             int(path.stem.removeprefix("step-")) for path in self._folder.glob("step-*.json")
         )
 
-    def restore(self, step: int | None) -> RunPosition | None:
+    def saved_run(self, step: int | None) -> str | None:
+        saved = self._saved(step)
+        return None if saved is None else saved[1].run_id
+
+    def _saved(self, step: int | None) -> tuple[str, RunPosition] | None:
+        """(chain, position) of the newest checkpoint, or of the one of `step`."""
         steps = self._saved_steps()
         if not steps or (step is not None and step not in steps):
             return None
         assert self._folder is not None
         chosen = steps[-1] if step is None else step
         record = json.loads((self._folder / f"step-{chosen}.json").read_text())
-        self._chain = str(record.pop("chain"))
-        position = RunPosition(**record)
+        chain = str(record.pop("chain"))
+        return chain, RunPosition(**record)
+
+    def restore(self, step: int | None) -> RunPosition | None:
+        saved = self._saved(step)
+        if saved is None:
+            return None
+        self._chain, position = saved
         self._train_step = position.train_step
         self._open = _Open()
         return position

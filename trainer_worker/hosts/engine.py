@@ -347,6 +347,9 @@ class HostsCheckpoints:
         assert save is not None
         return save
 
+    def saved_run(self, step: int | None) -> str | None:
+        return self._inner.saved_run(step)
+
     def restore(self, step: int | None) -> RunPosition | None:
         """The leader names the step: hosts that look for themselves could find different ones."""
         chosen = self._inner.durable_step() if step is None else step

@@ -142,6 +142,12 @@ class JaxCheckpoints:
         complete = self._complete()
         return max(complete) if complete else None
 
+    def saved_run(self, step: int | None) -> str | None:
+        """Of the manifest alone."""
+        complete = self._complete()
+        chosen = step if step is not None else max(complete, default=-1)
+        return complete[chosen].position.run_id if chosen in complete else None
+
     def restore(self, step: int | None) -> RunPosition | None:
         """Raises `EngineError`, before anything changed, for a checkpoint that does not fit.
 

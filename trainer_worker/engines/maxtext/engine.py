@@ -359,6 +359,11 @@ class MaxTextCheckpoints:
             )
         return _Save(self._setup, position.step)
 
+    def saved_run(self, step: int | None) -> str | None:
+        """Not known: the trainer's hooks tell a checkpoint's metadata with its weights only."""
+        del step
+        return None
+
     def restore(self, step: int | None) -> RunPosition | None:
         with _failing_as(None):
             stored = self._hooks.restore(step)
