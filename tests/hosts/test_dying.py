@@ -6,9 +6,11 @@ The timed engine has no collectives, so what is tested is who notices, how fast,
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import pytest
 from orchestrator.plan import RunPlan
 from orchestrator.runner import RunFailed
 from prestage.trainer.v1 import trainer_pb2 as pb
-from tests.hosts.processes import Group, group_of
+from tests.hosts.processes import Group, group_of, two_free_ports
 from tests.hosts.rig import SHAPE
 from tests.support.rig import run_against, socket_folder
 from trainer_worker.hosts.link import DEAD_S
@@ -98,8 +100,20 @@ def test_followers_end_without_their_leader(
 
 @pytest.mark.slow
 def test_a_sigterm_to_all_ends_them_in_order(folder: Path) -> None:
-    with group_of(folder, 3, (*FLAGS, "--interrupted_exit_code=75")) as group:
+    """And until then a follower has pages of its own, as a pod of a job needs them."""
+    port = two_free_ports()
+    own = {1: (f"--metrics_port={port}", f"--probe_listen=127.0.0.1:{port + 1}")}
+    with group_of(folder, 3, (*FLAGS, "--interrupted_exit_code=75"), own_flags=own) as group:
         run_against(group.address, PLAN, shape=SHAPE)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            shown = page.read().decode()
+        received = re.search(
+            r'^prestage_worker_put_bytes_total\{plane="hosts"\} (\S+)$', shown, re.MULTILINE
+        )
+        assert received is not None and float(received[1]) > 0, shown
+        assert "prestage_worker_progress_age_seconds" in shown
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/readyz", timeout=5) as ready:
+            assert ready.status == 200
         for who in (1, 2, 0):
             group.signal(who, signal.SIGTERM)
         for who in range(3):

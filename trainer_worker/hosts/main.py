@@ -1,4 +1,4 @@
-"""A follower as a process: signals, heartbeat, probes, and the exit status. Serves no calls."""
+"""A follower as a process: signals, heartbeat, probes, metrics, exit status. Serves no calls."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from prestage.operation.flags import ProcessConfig
 from prestage.operation.heartbeat import Heartbeat, end_process
+from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
 from prestage.operation.signals import hear_signals
 from prestage.wire.channel import AddressError, forbid_fork, tune_allocator
@@ -18,6 +19,7 @@ from prestage.wire.security import Security, SecurityConfig, SecurityError
 from trainer_worker.engines.errors import EngineConfigError
 from trainer_worker.hosts.errors import JoinRefused
 from trainer_worker.hosts.group import HostBudgets
+from trainer_worker.hosts.metrics import FollowerMetrics
 from trainer_worker.hosts.run import Create, FollowerProcess, FollowerProgress
 from trainer_worker.hosts.settings import HostSettings
 
@@ -53,6 +55,7 @@ def follow(
     progress = FollowerProgress(budgets)
     heartbeat = Heartbeat(progress.read, end=end_process)
     probes: Probes | None = None
+    pages: PageServer | None = None
     try:
         hear_signals(on_signal)
         tune_allocator()
@@ -60,8 +63,6 @@ def follow(
         if process.probe_listen:
             probes = Probes(process.probe_listen, heartbeat)
             probes.start()
-        progress.on_progress = heartbeat.beat
-        heartbeat.start()
         follower = FollowerProcess(
             settings,
             shared,
@@ -70,6 +71,12 @@ def follow(
             progress=progress,
             security=Security(security),
         )
+        if process.metrics is not None:
+            metrics = FollowerMetrics(heartbeat, lambda: follower.shard_bytes)
+            shown = {"/metrics": metrics_page(metrics.registry)}
+            pages = PageServer(process.metrics_flag, process.metrics, shown)
+        progress.on_progress = heartbeat.beat
+        heartbeat.start()
         follower.run(create)
     except (AddressError, SecurityError, EngineConfigError, JoinRefused) as error:
         print(f"trainer_worker: {error}", file=sys.stderr)  # noqa: T201
@@ -78,5 +85,7 @@ def follow(
         heartbeat.stop()
         if probes is not None:
             probes.stop()
+        if pages is not None:
+            pages.stop()
     log.info("stopped: the leader ended the group")
     return process.interrupted_exit_code if interrupted.is_set() else 0

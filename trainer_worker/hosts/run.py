@@ -234,6 +234,11 @@ class FollowerProcess:
         self._link.report(pb.Report(failed=pb.Failed(reason=reason[:900])))
         time.sleep(_LAST_WORDS_S)
 
+    @property
+    def shard_bytes(self) -> int:
+        """Of micro-batches, received so far. Safe from any thread."""
+        return 0 if self._follower is None else self._follower.shard_bytes
+
     def _beat(self) -> pb.Beat:
         follower = self._follower
         if follower is None:
