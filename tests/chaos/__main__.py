@@ -13,15 +13,26 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.chaos.faults import Fault
-from tests.chaos.harness import SETTINGS, Outcome, Setting, Starter, forked, run_once
+from tests.chaos.harness import (
+    JAX,
+    SETTINGS,
+    Outcome,
+    Setting,
+    Starter,
+    forked,
+    real_trainer,
+    run_once,
+)
 from tests.chaos.points import certain, covering, every_fault, pairs
 
 REFERENCE_RUNS = 3
 
 
-def undisturbed(setting: Setting, starter: Starter) -> tuple[Outcome, dict[str, Counter[str]]]:
+def undisturbed(
+    setting: Setting, starter: Starter, runs: int = REFERENCE_RUNS
+) -> tuple[Outcome, dict[str, Counter[str]]]:
     """The run that every other is compared with, and the calls that it always makes."""
-    outcomes = [run_once(setting, starter=starter) for _ in range(REFERENCE_RUNS)]
+    outcomes = [run_once(setting, starter=starter) for _ in range(runs)]
     first = outcomes[0]
     for outcome in outcomes:
         problems = outcome.judged(first).problems
@@ -70,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--points", type=int, default=0, help="so many by seed; 0: every one")
     parser.add_argument("--pairs", type=int, default=60, help="runs with two faults, by seed")
+    parser.add_argument("--jax_points", type=int, default=24, help="faults on the jax engine")
     parser.add_argument("--only", default="", help="faults whose text contains this")
     parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="runs at a time")
     parser.add_argument("--keep", type=Path, default=Path("out/chaos"), help="files of failed runs")
@@ -79,8 +91,21 @@ def main(argv: Sequence[str]) -> int:
     print(f"seed {options.seed}")
     with forked() as starter:
         for name in options.settings:
-            _one_setting(SETTINGS[name], options, tally, starter)
+            reference, calls = undisturbed(SETTINGS[name], starter)
+            faults = every_fault(calls)
+            chosen = covering(faults, options.seed, options.points) if options.points else faults
+            plans = [(fault,) for fault in chosen]
+            plans += pairs(faults, options.seed, options.pairs)
+            _play(SETTINGS[name], plans, reference, options, tally, starter)
+        if options.jax_points:
+            with real_trainer(starter) as jax_starter:
+                reference, calls = undisturbed(JAX, jax_starter, runs=2)
+                plans = jax_plans(calls, options.seed, options.jax_points)
+                _play(JAX, plans, reference, options, tally, jax_starter)
     total = sum(tally.runs.values())
+    if not total:
+        print("no fault matches")
+        return 2
     print(tally.table())
     for setting, outcome in tally.failed:
         faults = ", then ".join(map(str, outcome.faults))
@@ -93,18 +118,25 @@ def main(argv: Sequence[str]) -> int:
     return 1 if tally.failed else 0
 
 
-def _one_setting(
-    setting: Setting, options: argparse.Namespace, tally: Tally, starter: Starter
+def jax_plans(calls: dict[str, Counter[str]], seed: int, count: int) -> list[tuple[Fault, ...]]:
+    """By seed; without short deadlines, which a real micro-batch does not keep."""
+    faults = [fault for fault in every_fault(calls) if not fault.action.needs_deadline]
+    return [(fault,) for fault in covering(faults, seed, count)]
+
+
+def _play(
+    setting: Setting,
+    plans: list[tuple[Fault, ...]],
+    reference: Outcome,
+    options: argparse.Namespace,
+    tally: Tally,
+    starter: Starter,
 ) -> None:
-    reference, calls = undisturbed(setting, starter)
-    faults = every_fault(calls)
-    if options.points:
-        faults = covering(faults, options.seed, options.points)
-    plans: list[tuple[Fault, ...]] = [(fault,) for fault in faults]
-    plans += pairs(every_fault(calls), options.seed, options.pairs)
     plans = [plan for plan in plans if options.only in ", then ".join(map(str, plan))]
-    counted = {side: sum(counts.values()) for side, counts in calls.items()}
-    print(f"{setting.name}: {counted['worker']} calls, {len(plans)} disturbed runs")
+    if not plans:
+        return
+    calls = {side: counts.total() for side, counts in reference.calls.items()}
+    print(f"{setting.name}: {calls} calls undisturbed, {len(plans)} disturbed runs", flush=True)
 
     def one(number: int) -> Outcome:
         kept = options.keep / f"{setting.name}-{number}"

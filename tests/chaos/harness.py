@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from orchestrator.check_trace import check_traces
@@ -33,6 +34,7 @@ STEPS, MICRO_BATCHES = 4, 3
 RUN_SECONDS = 90.0
 MAX_STARTS = 8
 GROUP_SIZE = 8
+SHORT_TOKENS = 32
 PRODUCER_SECONDS = 1.0
 FENCED = "fenced off"
 """An open_run that comes twice is two callers for the worker; the first ends, and is started again."""
@@ -47,6 +49,7 @@ class Setting:
     orchestrator_flags: tuple[str, ...] = ()
     producers: int = 0  # Of a live run; 0: a recorded one.
     per_second: float = 400.0  # Rollouts of all producers.
+    run_seconds: float = RUN_SECONDS  # After this it counts as hung.
     replayed: bool = False  # Judged by a replay of its own journal, which is kept whole.
 
 
@@ -103,6 +106,16 @@ SETTINGS = {
         replayed=True,
     ),
 }
+JAX = Setting(
+    name="jax",
+    worker_flags=("--engine=jax", "--preset=tiny", "--learning_rate=0.01"),
+    orchestrator_flags=(
+        *(*SHAPE, SMALL_POOL, "--checkpoint_every=1"),
+        *("--rollouts={folder}/short.parquet", "--rows=2", f"--tokens_per_row={4 * SHORT_TOKENS}"),
+    ),
+    run_seconds=240.0,
+)
+"""A real model: real checkpoints of parameters and optimizer state."""
 LIVE_GROUPS = 14
 """Sent by producers; the last two are not trained and stay in the journal."""
 
@@ -121,9 +134,11 @@ Starter = Callable[[str, list[str], Path], Running]
 """Starts `tests.chaos.PROGRAM` with arguments and a log file."""
 
 
-def spawned(program: str, arguments: list[str], log: Path) -> Running:
-    """A process of its own from the start, as a user starts it."""
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+def spawned(
+    program: str, arguments: list[str], log: Path, settings: Mapping[str, str] | None = None
+) -> Running:
+    """A process of its own from the start, as a user starts it. `settings`: its environment."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **(settings or {})}
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", f"tests.chaos.{program}", *arguments],
@@ -158,6 +173,24 @@ def forked() -> Iterator[Starter]:
     finally:
         for zygote in zygotes.values():
             zygote.close()
+
+
+@contextlib.contextmanager
+def real_trainer(others: Starter) -> Iterator[Starter]:
+    """For the jax engine: a worker of its own each time, with compiled programs kept on disk."""
+    with tempfile.TemporaryDirectory(prefix="pc-jax-") as cache:
+        settings = {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+        def start(program: str, arguments: list[str], log: Path) -> Running:
+            if program == "worker":
+                return spawned(program, arguments, log, settings)
+            return others(program, arguments, log)
+
+        yield start
 
 
 @dataclass
@@ -249,6 +282,18 @@ class Outcome:
         return sorted(key for key, count in counts.items() if count > 1)
 
 
+def write_short(path: Path) -> None:
+    """The first recorded rollouts, cut: prompt and completion together `SHORT_TOKENS` at most."""
+    half = SHORT_TOKENS // 2
+    table = pq.read_table(ROLLOUTS).slice(0, LIVE_GROUPS * GROUP_SIZE)
+    for name in ("prompt_tokens", "completion_tokens", "logprobs"):
+        at = table.schema.get_field_index(name)
+        cut = [values[:half] for values in table.column(name).to_pylist()]
+        column = pa.chunked_array([cut], type=table.schema.field(at).type)
+        table = table.set_column(at, table.schema.field(at), column)
+    pq.write_table(table, path)
+
+
 @contextlib.contextmanager
 def run_folder() -> Iterator[Path]:
     """Short, for its sockets."""
@@ -293,10 +338,12 @@ class ChaosRun:
                 f"--trace_dir={folder}/own-trace",
                 f"--result_file={folder}/result.json",
                 "--progress=false",
-                *setting.orchestrator_flags,
+                *(flag.format(folder=folder) for flag in setting.orchestrator_flags),
             ],
             log=folder / "orchestrator.log",
         )
+        if setting is JAX:
+            write_short(folder / "short.parquet")
         self.producer: Process | None = None
         if setting.producers:
             (folder / "journal").mkdir(exist_ok=True)
@@ -323,7 +370,7 @@ class ChaosRun:
     def run(self) -> Outcome:
         """To the end of the run, whatever happens on the way."""
         started_s = time.monotonic()
-        deadline_s = started_s + RUN_SECONDS
+        deadline_s = started_s + self.setting.run_seconds
         try:
             self.worker.start()
             self._await_socket(deadline_s)
@@ -332,7 +379,9 @@ class ChaosRun:
                 self.producer.start()
             while not self._step():
                 if time.monotonic() > deadline_s:
-                    self.problems.append(f"the run did not end within {RUN_SECONDS:g} s")
+                    self.problems.append(
+                        f"the run did not end within {self.setting.run_seconds:g} s"
+                    )
                     break
                 time.sleep(0.004)
             self._end()

@@ -15,12 +15,14 @@ import pytest
 from tests.chaos.__main__ import undisturbed
 from tests.chaos.faults import ACK, SUBMIT, Action, Fault
 from tests.chaos.harness import (
+    JAX,
     SETTINGS,
     ChaosRun,
     Outcome,
     Process,
     Starter,
     forked,
+    real_trainer,
     run_folder,
     run_once,
     spawned,
@@ -119,6 +121,21 @@ def test_a_worker_that_is_away_before_the_first_or_after_the_last_step_ends_no_r
     reference: Reference, starter: Starter
 ) -> None:
     play("staged", [(fault,) for fault in LAST_READS], reference("staged")[0], starter)
+
+
+@pytest.mark.slow
+def test_r39_a_real_model_ends_with_the_undisturbed_parameters(starter: Starter) -> None:
+    with real_trainer(starter) as jax_starter:
+        reference, _ = undisturbed(JAX, jax_starter, runs=1)
+        for action, method, occurrence in (
+            (Action.KILL_LATER, "SaveCheckpoint", 1),
+            (Action.KILL_BOTH_AFTER, "StageFwdBwd", 1),
+            (Action.CALLER_KILL_DURING, "FwdBwd", 7),
+        ):
+            fault = Fault(action=action, method=method, occurrence=occurrence, seconds=0.002)
+            outcome = run_once(JAX, [fault], reference=reference, starter=jax_starter)
+            assert outcome.fired == 1
+            assert not outcome.problems
 
 
 def second_orchestrator(run: ChaosRun) -> Process:
