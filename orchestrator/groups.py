@@ -429,6 +429,14 @@ class Formation(Generic[M]):
         self._drop_open(group_id, reason)
         return True
 
+    def open_below(self, version: int) -> tuple[str, ...]:
+        """Open groups with a member that was sampled by weights older than policy `version`."""
+        return tuple(
+            group_id
+            for group_id, group in self._open.items()
+            if any(member.policy_version < version for member in group.members.values())
+        )
+
     def check_alive(self) -> None:
         """Raise `NoSurvivingGroupsError` when more groups in a row died than the policy bears."""
         check_alive(self._dead_in_a_row, self._policy, self._drops)
@@ -502,9 +510,10 @@ class Formation(Generic[M]):
             trajectories=len(members),
             tokens=sum(member.total_tokens for member in members),
         )
-        if reason is not DropReason.INCOMPLETE_GROUP:
-            # A producer that went away takes all its open groups with it, at one moment: that says
-            # nothing about the others, and whoever waits for a step has a patience of its own.
+        if reason not in (DropReason.INCOMPLETE_GROUP, DropReason.STALE):
+            # A producer that went away, or was slow, takes all its open groups with it, at one
+            # moment: that says nothing about the others, and whoever waits for a step has a
+            # patience of its own.
             self._dead_in_a_row += 1
         self._closed.append(Closed(group_id=group_id, formed=None, reason=reason, released=members))
 

@@ -242,6 +242,9 @@ class DurableLog:
         self._failure = opened.order.failure
         self._stalled = ""
         self._waiting = 0  # Readers that wait for a group.
+        self._oldest_usable = 0  # Policy version; no step takes a group with older members.
+        self._too_old: list[str] = []  # Open groups below it. Of the writer, once it runs.
+        self._looked_below = 0  # The version that they were last looked for with.
         self._blocked = 0  # Callers that wait for the byte budget.
         self._closing = False
         self._abandoned = False
@@ -520,10 +523,25 @@ class DurableLog:
             finally:
                 self._waiting -= 1
 
+    def drop_older_than(self, version: int) -> None:
+        """No step takes members of an older policy version any more: open groups that have one are
+        dropped, durably, so that samplers stop working on them."""
+        with self._changed:
+            if version > self._oldest_usable:
+                self._oldest_usable = version
+                self._changed.notify_all()
+
     def waiting_groups(self, position: int) -> tuple[Formed[Record], ...]:
         """Complete groups from `position` on."""
         with self._changed:
             return tuple(self._groups[max(0, position - self._point.position) :])
+
+    def standing(self, position: int) -> tuple[Totals, int]:
+        """The totals, and the tokens of complete groups from `position` on, at one moment."""
+        with self._changed:
+            totals = self._totals
+            waiting = self._groups[max(0, position - self._point.position) :]
+        return totals, sum(group.total_tokens for group in waiting)
 
     def load(self, record: Record) -> Trajectory:
         """The trajectory of a record, without its advantage.
@@ -662,8 +680,8 @@ class DurableLog:
             self._refuse_rest(f"the run cannot go on: {why}")
 
     def _work_is_there(self) -> bool:
-        expired = not self._closing and self._expired()
-        return bool(self._queue or self._plans or self._retention or expired)
+        hopeless = not self._closing and self._hopeless()
+        return bool(self._queue or self._plans or self._retention or hopeless)
 
     def _take_batch(self) -> tuple[list[_Item], list[_Plan]]:
         plans = list(self._plans)
@@ -752,15 +770,14 @@ class DurableLog:
         """Decide and write one batch. Raises `NoSpace` (call `_undo`), `JournalError`."""
         written = _Written()
         self._segments.begin()
-        for group_id in self._expired():
+        for group_id, reason in self._hopeless().items():
             event = Event(
                 seq=self._next_seq + len(written.rows),
                 kind=Kind.GROUP_DROPPED,
                 group_id=group_id,
-                reason=DropReason.INCOMPLETE_GROUP.value,
-                message=f"not complete within {self._config.group_timeout_s:g} s",
+                reason=reason.value,
             )
-            written.timed_out += 1
+            written.timed_out += reason is DropReason.INCOMPLETE_GROUP
             self._apply(event, written)
         for item in items:
             seq = self._next_seq + len(written.rows)
@@ -885,6 +902,13 @@ class DurableLog:
         self._ticked_at = now
 
     def _note_open_groups(self, written: _Written) -> None:
+        oldest, formation = self._looked_below, self._order.formation
+        self._too_old = [group_id for group_id in self._too_old if formation.is_open(group_id)]
+        self._too_old.extend(
+            record.group_id
+            for record in written.kept
+            if record.policy_version < oldest and formation.is_open(record.group_id)
+        )
         for event, _ in written.rows:
             record = event.record
             if record is not None and self._order.formation.is_open(record.group_id):
@@ -892,14 +916,20 @@ class DurableLog:
         for _, group in written.closed:
             self._first_seen.pop(group.group_id, None)
 
-    def _expired(self) -> list[str]:
+    def _hopeless(self) -> dict[str, DropReason]:
+        """Open groups that are to be dropped: their time is up, or no step takes them any more."""
         limit = self._open_seconds - self._config.group_timeout_s
-        expired = []
+        hopeless: dict[str, DropReason] = {}
         for group_id, since in self._first_seen.items():  # Oldest first.
             if since > limit:
                 break
-            expired.append(group_id)
-        return expired
+            hopeless[group_id] = DropReason.INCOMPLETE_GROUP
+        if self._looked_below != self._oldest_usable:
+            self._looked_below = self._oldest_usable
+            self._too_old = list(self._order.formation.open_below(self._oldest_usable))
+        for group_id in self._too_old:
+            hopeless.setdefault(group_id, DropReason.STALE)
+        return hopeless
 
     # -- retention --------------------------------------------------------------------------------
 

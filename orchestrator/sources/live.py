@@ -178,12 +178,12 @@ class LiveSource:
 
     def ledger(self) -> Ledger:
         """Where every token that came in is now, over the whole run."""
-        state, totals = self._assignment.state, self._log.totals()
-        ready = self._log.waiting_groups(self._position)
+        state = self._assignment.state
+        totals, tokens_ready = self._log.standing(self._position)
         return Ledger(
             tokens_in=totals.tokens_in,
             tokens_open=totals.tokens_open,
-            tokens_ready=sum(group.total_tokens for group in ready),
+            tokens_ready=tokens_ready,
             tokens_assigned=state.tokens_assigned,
             dropped=merge_drops(totals.drops, self._assignment.drops),
             duplicates=totals.duplicates,
@@ -271,6 +271,11 @@ class LiveSource:
             self._stale_arrivals += 1
             drops = merge_drops(group.drops_before, self._assignment.drops)
             check_alive(self._stale_arrivals, self._config.policy, drops)
+        if self._config.policy.max_staleness is not None:
+            # Later places are filled by later steps: what is too old for this one is for all.
+            self._log.drop_older_than(
+                step - self._next.skipped_steps - self._config.policy.max_staleness
+            )
         return True
 
     def _fill(self, wanted: Callable[[], bool]) -> bool:
