@@ -46,6 +46,7 @@ from prestage.wire.errors import (
     CodecError,
     DamagedError,
     InvalidTensor,
+    LimitError,
     WireError,
     abort_with,
 )
@@ -477,6 +478,10 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
                 f"compile: rows={request.rows} tokens_per_row={request.tokens_per_row};"
                 " use at least 1 row of 2 tokens",
             )
+        try:
+            self._check_shape(request)
+        except WireError as error:
+            self._invalid(context, f"compile: {error}")
         routing = ",".join(str(size) for size in request.routing_shape)
         fields = tuple(sorted(request.fields))
         detail = (
@@ -498,6 +503,32 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             programs=result.programs,
             idle_wait_seconds=result.idle_wait_seconds,
         )
+
+    def _check_shape(self, request: pb.CompileRequest) -> None:
+        """Whether such a micro-batch could ever be put here. Raises `WireError`."""
+        limits, names = self._config.limits, list(request.fields)
+        if request.rows > limits.max_rows or request.tokens_per_row > limits.max_tokens_per_row:
+            raise LimitError(
+                f"rows={request.rows} tokens_per_row={request.tokens_per_row}; at most"
+                f" {limits.max_rows} and {limits.max_tokens_per_row} are taken"
+            )
+        if len(set(names)) != len(names):
+            raise CodecError(f"fields are named twice: {str(sorted(names))[:300]}")
+        trailing = {name: tuple(request.routing_shape) for name in names if name in FIELDS}
+        for name, shape in trailing.items():
+            dims = FIELDS[name].trailing_dims
+            trailing[name] = shape if dims else ()
+            if dims and (len(shape) != dims or not 1 <= math.prod(shape) <= limits.max_trailing):
+                raise LimitError(
+                    f"routing_shape is {str(list(shape))[:80]}; {name} has {dims} more axes, with"
+                    f" at most {limits.max_trailing} values a token"
+                )
+        size = buffer_bytes_of(request.rows, request.tokens_per_row, trailing)
+        if size > self._store.stats().limit_bytes:
+            raise LimitError(
+                f"a micro-batch of this shape takes {size} bytes; this worker keeps at most"
+                f" {self._store.stats().limit_bytes} (--store_memory_bytes)"
+            )
 
     def _warm_buffers(self, request: pb.CompileRequest) -> threading.Thread | None:
         """Touch the memory of the first uploads beside the compile. None: nothing to gain."""
