@@ -20,7 +20,7 @@ from orchestrator.bringup import check_shape, reach, resolve_staging
 from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, FeederCounters, StepSource
-from orchestrator.flags import OrchestratorConfig
+from orchestrator.flags import ConfigError, OrchestratorConfig
 from orchestrator.metrics import OrchestratorMetrics
 from orchestrator.operation.operation import Operation
 from orchestrator.plan import RunPlan
@@ -28,6 +28,7 @@ from orchestrator.ports import Answer, Clock, Observer
 from orchestrator.put_client import PlanePut, open_plane, receive_buffers
 from orchestrator.reader import PatientReader, WorkerReplaced, ask
 from orchestrator.report import lines_of, table
+from orchestrator.routing import RoutingUnusable, check_drop_audit, resolve_routing
 from orchestrator.runner import Patience, RunFailed, Runner
 from orchestrator.score_client import ScoreClient
 from orchestrator.scoring_parts import (
@@ -174,10 +175,17 @@ def _run(
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
     check_scoring(config, able)
+    try:
+        check_drop_audit(config.require_drop_audit, able)
+        config = dataclasses.replace(config, routing=resolve_routing(config.router_replay, able))
+    except RoutingUnusable as error:
+        raise ConfigError(str(error)) from error
     vocab_size = config.vocab_size or able.vocab_size
     evaluated = evaluation_set(config, vocab_size)
     source, shape = make_source(config, vocab_size, packs_into(config, plane.reserve))
     shape = trained_shape(config, shape)
+    if config.routing is not None:
+        shape = dataclasses.replace(shape, routing_shape=config.routing.shape)
     check_shape(able, shape)
     shape = dataclasses.replace(shape, receive_buffers=receive_buffers(plane))
     sender = PlanePut(plane, lambda: (client.epoch, client.incarnation))

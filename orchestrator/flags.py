@@ -16,6 +16,7 @@ from absl import flags
 
 from orchestrator.ingest.flags import LiveFlags, live_from_flags
 from orchestrator.plan import PlanError, RunPlan
+from orchestrator.routing import Routing
 from prestage.strict_flags import (
     define_seconds,
     define_strict_bool,
@@ -109,6 +110,15 @@ BEFORE_UPDATE = define_strict_bool("stage_before_update", True, "Stage before th
 ZERO_GAP = define_strict_bool(
     "dispatch_before_metrics", False, "Dispatch the staged input before reading the metrics."
 )
+ROUTER_REPLAY = define_strict_bool(
+    "router_replay",
+    False,
+    "Train each token through the experts that its rollout recorded; every trajectory must bring"
+    " them.",
+)
+DROP_AUDIT = define_strict_bool(
+    "require_drop_audit", False, "Refuse a worker that does not report dropped MoE assignments."
+)
 CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 0, "Steps; 0 = never.")
 SYNC_EVERY = flags.DEFINE_integer("weight_sync_every", 0, "Steps; 0 = never.")
 EVAL_EVERY = flags.DEFINE_integer("eval_every", 0, "Steps between evaluations; 0 = never.")
@@ -168,6 +178,9 @@ class OrchestratorConfig:
     trace_dir: Path | None
     result_file: Path | None
     progress: bool
+    router_replay: bool = False
+    routing: Routing | None = None  # What is replayed; known once the worker is reached.
+    require_drop_audit: bool = False
     live: LiveFlags | None = None  # Where rollouts come in; None: a recorded run.
     shared_memory_bytes: int = 0
     eval_rollouts: Path | None = None  # With plan.eval_every.
@@ -309,6 +322,8 @@ def config_from_flags(environment: Mapping[str, str]) -> OrchestratorConfig:
         trace_dir=Path(TRACE_DIR.value) if TRACE_DIR.value else None,
         result_file=Path(RESULT.value) if RESULT.value else None,
         progress=bool(PROGRESS.value),
+        router_replay=bool(ROUTER_REPLAY.value),
+        require_drop_audit=bool(DROP_AUDIT.value),
         shared_memory_bytes=SHARED_MEMORY.value,
         eval_rollouts=eval_rollouts,
         scores_dir=_scores_dir(live),

@@ -26,6 +26,7 @@ from orchestrator.journal.log import COMMIT_BUCKETS
 from orchestrator.journal.open import LiveRun, open_live
 from orchestrator.packing import PackingConfig
 from orchestrator.ports import Answer
+from orchestrator.routing import routed
 from orchestrator.sources.batches import BatchShape
 from orchestrator.trainer_client import RunShape
 from orchestrator.trajectory import RolloutError, TrajectoryLimits
@@ -160,10 +161,13 @@ def live_config(config: OrchestratorConfig, flags: LiveFlags, vocab_size: int) -
     return LiveConfig(
         folder=flags.journal_dir,
         run_id=config.run_id,
-        limits=TrajectoryLimits(
-            tokens_per_row=config.tokens_per_row,
-            vocab_size=vocab_size or 2**31 - 1,  # An engine without a vocabulary takes any.
-            required_fields=("sampling_logprobs",),
+        limits=routed(
+            TrajectoryLimits(
+                tokens_per_row=config.tokens_per_row,
+                vocab_size=vocab_size or 2**31 - 1,  # An engine without a vocabulary takes any.
+                required_fields=("sampling_logprobs",),
+            ),
+            config.routing,
         ),
         policy=GroupPolicy(
             group_size=config.group_size,

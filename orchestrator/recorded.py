@@ -9,6 +9,7 @@ from orchestrator.feeder import SourceError, StepSource
 from orchestrator.flags import OrchestratorConfig
 from orchestrator.groups import GroupPolicy, ZeroSpread
 from orchestrator.packing import PackingConfig
+from orchestrator.routing import routed
 from orchestrator.sources.parquet import RecordedRollouts
 from orchestrator.sources.recorded_steps import RecordedSteps, RecordedStepsConfig
 from orchestrator.trainer_client import RunShape
@@ -32,6 +33,7 @@ def recorded_source(
             vocab_size=vocab_size or 2**31 - 1,  # An engine without a vocabulary takes any.
             required_fields=("sampling_logprobs",),
         )
+        limits = routed(limits, config.routing)
         source = RecordedSteps(
             RecordedRollouts(config.rollouts, limits, group_size=config.group_size),
             RecordedStepsConfig(

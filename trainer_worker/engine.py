@@ -48,6 +48,7 @@ class EngineCapabilities:
     update_waits_for_device: bool = (
         False  # Dropless retry or log-prob gates: update() needs a flag.
     )
+    reports_drop_audit: bool = False  # Says what MoE buffers dropped; also when nothing can drop.
     optional_fields: tuple[str, ...] = ()  # Optional micro-batch fields it can use.
     required_fields: tuple[str, ...] = ()  # Optional fields that it insists on.
     vocab_size: int = 0  # 0 = any token id.

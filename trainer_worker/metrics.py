@@ -220,6 +220,12 @@ class WorkerMetrics(Collector):
                 "Micro-batches run again with the dropless program.",
                 counters.dropless_replays,
             ),
+            (
+                "moe_dropped_assignments",
+                "Token-to-expert assignments dropped in applied updates. Anything above 0 is a fault"
+                " of the run.",
+                counters.moe_dropped_assignments,
+            ),
             ("engine_failures", "Times that the engine raised.", counters.engine_failures),
             (
                 "late_failures",

@@ -397,6 +397,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             can_export_weights=parts.weights is not None,
             can_score=parts.scoring is not None,
             update_waits_for_device=able.update_waits_for_device,
+            reports_drop_audit=able.reports_drop_audit,
             optional_fields=able.optional_fields,
             required_fields=able.required_fields,
             vocab_size=able.vocab_size,

@@ -126,6 +126,7 @@ class WorkerCounters:
     updates: int = 0
     skipped_updates: int = 0  # Steps that closed with a summed denominator of 0.
     dropless_replays: int = 0
+    moe_dropped_assignments: int = 0  # Left out of gradients that were applied.
     late_failures: int = 0  # Failures that were found after their call was answered.
     engine_failures: int = 0  # Times that the engine raised, late or not.
     warm_up_compiles: int = 0  # Of the backend, up to the end of the last compile call.
@@ -625,6 +626,7 @@ class Worker:
             pending=result.metrics,
         )
         self.counters.dropless_replays += result.dropless_replays
+        self.counters.moe_dropped_assignments += result.dropped_assignments
         if result.applied:
             self.counters.updates += 1
         else:

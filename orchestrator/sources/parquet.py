@@ -44,6 +44,9 @@ REQUIRED_COLUMNS: Final = MappingProxyType(
 )
 # Read when present.
 OPTIONAL_COLUMNS: Final = MappingProxyType({"task": pa.string(), "finish_reason": pa.string()})
+# `[tokens, moe_layers, top_k]` of prompt and completion, flat; read by runs that replay it.
+ROUTING_COLUMN: Final = "routed_experts"
+ROUTING_TYPE: Final = pa.list_(pa.int16())
 # Allowed in the file, not read.
 AUXILIARY_COLUMNS: Final = frozenset(
     {
@@ -188,7 +191,7 @@ class RecordedRollouts:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise SourceError(f"{self._path}: column {twice[0]!r} is there twice")
-        known = {**REQUIRED_COLUMNS, **OPTIONAL_COLUMNS}
+        known = {**REQUIRED_COLUMNS, **OPTIONAL_COLUMNS, ROUTING_COLUMN: ROUTING_TYPE}
         for name in names:
             if name not in known and name not in AUXILIARY_COLUMNS:
                 raise SourceError(
@@ -204,7 +207,9 @@ class RecordedRollouts:
                     f"{self._path}: column {name!r} is {schema.field(name).type}; it must be"
                     f" {_type_text(wanted)}"
                 )
-        return [name for name in known if name in names]
+        replays = ROUTING_COLUMN in (self._limits.required_fields or ())
+        read = [name for name in known if name != ROUTING_COLUMN or replays]
+        return [name for name in read if name in names]
 
     def _check_sizes(self, file: pq.ParquetFile) -> None:
         metadata = file.metadata
@@ -293,7 +298,7 @@ class RecordedRollouts:
         for number in range(file.num_row_groups):
             table = self._row_group(file, number, self._columns, first_row).combine_chunks()
             try:
-                rows = _Rows(table, self._path, first_row)
+                rows = _Rows(table, self._path, first_row, self._limits)
             except UnicodeDecodeError as error:
                 raise SourceError(
                     f"{self._path}: row group {number} holds text that is not UTF-8: {error}"
@@ -334,8 +339,14 @@ def _type_text(wanted: pa.DataType) -> str:
 class _Rows:
     """One row group as arrays; trajectories are views of them."""
 
-    def __init__(self, table: pa.Table, path: Path, first_row: int) -> None:
+    def __init__(
+        self, table: pa.Table, path: Path, first_row: int, limits: TrajectoryLimits
+    ) -> None:
         self._path = path
+        self._routing = None
+        self._routing_shape = (limits.moe_layers or 0, limits.top_k or 0)
+        if ROUTING_COLUMN in table.column_names:
+            self._routing = self._lists(table, ROUTING_COLUMN)
         self._first_row = first_row
         self._group_ids = _texts(table, "group_id")
         self._tasks = _texts(table, "task")
@@ -367,6 +378,21 @@ class _Rows:
             )
         return used.to_numpy(), offsets - offsets[0]
 
+    def _routing_of(self, place: int) -> npt.NDArray[np.int16] | None:
+        if self._routing is None:
+            return None
+        flat = _slice(self._routing, place, np.int16)
+        layers, top_k = self._routing_shape
+        if not flat.size:
+            return None  # As if it had none: the run says which trajectory lacks it.
+        if flat.size % (layers * top_k):
+            raise SourceError(
+                f"{self._path}: row {self._first_row + place}: column {ROUTING_COLUMN!r} holds"
+                f" {flat.size} ids; the model has {layers} layers with experts (dense layers do not"
+                f" count) of {top_k}, so a multiple of {layers * top_k} is needed"
+            )
+        return flat.reshape(-1, layers, top_k)
+
     def trajectory(self, place: int) -> Trajectory:
         """Row `place` of the row group."""
         return Trajectory(
@@ -375,6 +401,7 @@ class _Rows:
             prompt_tokens=_slice(self._prompts, place, np.int32),
             completion_tokens=_slice(self._completions, place, np.int32),
             sampling_logprobs=_slice(self._logprobs, place, np.float32),
+            routed_experts=self._routing_of(place),
             reward=float(self._rewards[place]),
             policy_version=int(self._versions[place]),
             task=self._tasks[place] if self._tasks else "",

@@ -124,10 +124,13 @@ def decoder(
     params: Mapping[str, F64],
     tokens: npt.NDArray[np.int32],
     recorded: npt.NDArray[np.int16] | None = None,
+    *,
+    scores: bool = True,
 ) -> tuple[F64, npt.NDArray[np.int16]]:
     """(log-probs as above, experts `[length, moe_layers, top_k]` that each token used).
 
     `recorded`, of the same shape: experts to use instead; a token with -1 uses its own router.
+    `scores`: False leaves the log-probs out (all 0), which a large vocabulary makes slow.
     """
     used: list[npt.NDArray[np.int16]] = []
     length, dim = len(tokens), config.head_dim
@@ -180,8 +183,8 @@ def decoder(
         for head in range(config.num_heads):
             shared = head // (config.num_heads // config.num_kv_heads)
             for t in range(length):
-                scores = k[: t + 1, shared] @ q[t, head] / math.sqrt(dim)
-                weights = np.exp(scores - scores.max())
+                score = k[: t + 1, shared] @ q[t, head] / math.sqrt(dim)
+                weights = np.exp(score - score.max())
                 mixed[t, head] = (weights / weights.sum()) @ v[: t + 1, shared]
         x = x + mixed.reshape(length, -1) @ w["wo"]
         n = norm(x, w["ffn_norm"])
@@ -190,11 +193,13 @@ def decoder(
             continue
         gate = n @ w["w_gate"]
         x = x + (gate / (1 + np.exp(-gate)) * (n @ w["w_up"])) @ w["w_down"]
+    found = np.zeros(length)
+    top_k = 0 if config.moe is None else config.moe.top_k
+    experts = np.stack(used, axis=1) if used else np.zeros((length, 0, top_k), np.int16)
+    if not scores:
+        return found, experts
     logits = norm(x, params["final_norm"]) @ params.get("head", params["embed"]).T
     peak = logits.max(-1, keepdims=True)
     logp = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
-    found = np.zeros(length)
     found[1:] = logp[np.arange(length - 1), tokens[1:]]
-    top_k = 0 if config.moe is None else config.moe.top_k
-    shape = (length, config.moe_layers, top_k)
-    return found, np.stack(used, axis=1) if used else np.zeros(shape, np.int16)
+    return found, experts

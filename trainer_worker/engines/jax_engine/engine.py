@@ -123,6 +123,7 @@ class JaxEngine:
             can_export_weights=self._can_export_weights,
             can_score=True,
             update_waits_for_device=bool(self._config.loss.logp_gate) or self._config.may_drop,
+            reports_drop_audit=True,
             optional_fields=self._usable_fields,
             required_fields=self._config.loss.required_fields,
             vocab_size=self._config.model.vocab_size,
@@ -500,6 +501,17 @@ class JaxEngine:
         self._check_shape(batch)
         self._check_content(batch)
 
+    def _scored(self, batch: MicroBatch, *more: str) -> dict[str, Array]:
+        """What scoring reads, on the device. Without routing every token uses its own router."""
+        _, spec = self._ready()
+        arrays, wanted = dict(batch.arrays), score_fields(spec.fields)
+        for name in set(wanted) - set(arrays):
+            trailing = field_shape(self._config, spec, name)[2:]
+            arrays[name] = np.full(
+                (*arrays["tokens"].shape, *trailing), FIELDS[name].pad_value, FIELDS[name].dtype
+            )
+        return self._to_device(arrays, (*wanted, *more))
+
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
         self._ready()
         self._check_scored(batch)
@@ -509,7 +521,7 @@ class JaxEngine:
         """Of the whole micro-batch, given this process's part of it."""
         programs, _ = self._ready()
         with failing_as(batch.id):
-            arrays = self._to_device(batch.arrays, score_fields(batch.arrays))
+            arrays = self._scored(batch)
             scored = programs.score(self._state.params, arrays)
         return ScoreResult(logprobs=read(scored, batch.id), metrics={})
 
@@ -523,7 +535,7 @@ class JaxEngine:
         """Of the whole micro-batch, given this process's part of it."""
         programs, _ = self._ready()
         with failing_as(batch.id):
-            arrays = self._to_device(batch.arrays, (*score_fields(batch.arrays), "loss_mask"))
+            arrays = self._scored(batch, "loss_mask")
             sums = read(programs.evaluate(self._state.params, arrays), batch.id)
         values = dict(zip(EVALUATE_SUMS, map(float, sums), strict=True))
         tokens = max(values["tokens"], 1.0)

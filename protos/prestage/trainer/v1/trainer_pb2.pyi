@@ -141,7 +141,7 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("engine", "can_stage", "can_defer_update", "can_checkpoint", "can_export_weights", "can_score", "update_waits_for_device", "optional_fields", "required_fields", "vocab_size", "moe_layers", "top_k", "num_experts", "device_kind", "device_count", "process_count", "row_multiple", "staging_memory_bytes", "payload_planes", "shared_memory_folder", "shared_memory_nonce", "store_limit_bytes")
+    __slots__ = ("engine", "can_stage", "can_defer_update", "can_checkpoint", "can_export_weights", "can_score", "update_waits_for_device", "optional_fields", "required_fields", "vocab_size", "moe_layers", "top_k", "num_experts", "device_kind", "device_count", "process_count", "row_multiple", "staging_memory_bytes", "payload_planes", "shared_memory_folder", "shared_memory_nonce", "store_limit_bytes", "reports_drop_audit")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     CAN_STAGE_FIELD_NUMBER: _ClassVar[int]
     CAN_DEFER_UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class GetCapabilitiesResponse(_message.Message):
     SHARED_MEMORY_FOLDER_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_NONCE_FIELD_NUMBER: _ClassVar[int]
     STORE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPORTS_DROP_AUDIT_FIELD_NUMBER: _ClassVar[int]
     engine: str
     can_stage: bool
     can_defer_update: bool
@@ -186,7 +187,8 @@ class GetCapabilitiesResponse(_message.Message):
     shared_memory_folder: str
     shared_memory_nonce: str
     store_limit_bytes: int
-    def __init__(self, engine: _Optional[str] = ..., can_stage: bool = ..., can_defer_update: bool = ..., can_checkpoint: bool = ..., can_export_weights: bool = ..., can_score: bool = ..., update_waits_for_device: bool = ..., optional_fields: _Optional[_Iterable[str]] = ..., required_fields: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., moe_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ..., device_kind: _Optional[str] = ..., device_count: _Optional[int] = ..., process_count: _Optional[int] = ..., row_multiple: _Optional[int] = ..., staging_memory_bytes: _Optional[int] = ..., payload_planes: _Optional[_Iterable[str]] = ..., shared_memory_folder: _Optional[str] = ..., shared_memory_nonce: _Optional[str] = ..., store_limit_bytes: _Optional[int] = ...) -> None: ...
+    reports_drop_audit: bool
+    def __init__(self, engine: _Optional[str] = ..., can_stage: bool = ..., can_defer_update: bool = ..., can_checkpoint: bool = ..., can_export_weights: bool = ..., can_score: bool = ..., update_waits_for_device: bool = ..., optional_fields: _Optional[_Iterable[str]] = ..., required_fields: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., moe_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., num_experts: _Optional[int] = ..., device_kind: _Optional[str] = ..., device_count: _Optional[int] = ..., process_count: _Optional[int] = ..., row_multiple: _Optional[int] = ..., staging_memory_bytes: _Optional[int] = ..., payload_planes: _Optional[_Iterable[str]] = ..., shared_memory_folder: _Optional[str] = ..., shared_memory_nonce: _Optional[str] = ..., store_limit_bytes: _Optional[int] = ..., reports_drop_audit: bool = ...) -> None: ...
 
 class CompileRequest(_message.Message):
     __slots__ = ("key", "rows", "tokens_per_row", "fields", "routing_shape", "receive_buffers")
