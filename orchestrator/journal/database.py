@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,22 +94,33 @@ class MicroBatchRow:
 class Database:
     """Tables of one journal."""
 
-    def __init__(self, path: Path, fingerprint: Mapping[str, str], probe: Probe = no_probe) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fingerprint: Mapping[str, str],
+        probe: Probe = no_probe,
+        *,
+        may_be_new: bool = True,
+    ) -> None:
         """Open or make the database and hold it to `fingerprint`.
+
+        `may_be_new`: False where there must be one, because it was written before.
 
         Raises: JournalMismatch naming the key, JournalDamaged, JournalError.
         """
         self._path = path
         self._probe = probe
         try:
+            # Nobody else's eyes, whatever the folder allows; SQLite's other files follow this one.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
             self._connection = sqlite3.connect(
                 path, isolation_level=None, check_same_thread=False, timeout=1.0
             )
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise JournalError(f"{path} cannot be opened: {error}") from error
         try:
             self._set_up()
-            self._check(fingerprint)
+            self._check(fingerprint, may_be_new=may_be_new)
         except sqlite3.DatabaseError as error:
             self._connection.close()
             if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -143,10 +155,15 @@ class Database:
                 " new run with a folder of its own"
             )
 
-    def _check(self, fingerprint: Mapping[str, str]) -> None:
+    def _check(self, fingerprint: Mapping[str, str], *, may_be_new: bool) -> None:
         run = self._connection.execute
         (tables,) = run("SELECT count(*) FROM sqlite_master").fetchone()
         wanted = {"format": FORMAT, **fingerprint}
+        if not (tables or may_be_new):
+            raise JournalDamaged(
+                f"{self._path} is missing or empty, but payload files are there: restore it, or"
+                " give this run a folder of its own"
+            )
         if not tables:
             run("BEGIN IMMEDIATE")
             for statement in _SCHEMA.split(";\n"):

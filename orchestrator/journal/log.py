@@ -208,12 +208,9 @@ class DurableLog:
         path = folder / _DATABASE
         segment_bytes = max(1, min(config.segment_bytes, config.budget_bytes // 8))
         self._segments = Segments(folder, segment_bytes=segment_bytes, probe=probe)
-        if self._segments.sizes and not path.exists():
-            raise JournalDamaged(
-                f"{path} is missing, but payload files are there: restore it, or give this run a"
-                " folder of its own"
-            )
-        self._database = Database(path, config.fingerprint, probe)
+        self._database = Database(
+            path, config.fingerprint, probe, may_be_new=not self._segments.sizes
+        )
         try:
             sync_folder(folder)
             self._take_over(self._replay())

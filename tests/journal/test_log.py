@@ -314,8 +314,10 @@ def test_a_database_that_is_gone_or_garbage_is_named(tmp_path):
     database = settings.folder / "journal.sqlite"
     content = database.read_bytes()
     database.unlink()
-    with pytest.raises(JournalDamaged, match=r"journal.sqlite is missing, but payload files"):
-        open_live(settings)
+    for _ in range(2):
+        with pytest.raises(JournalDamaged, match=r"missing or empty, but payload files are"):
+            open_live(settings)
+    assert len(list(settings.folder.glob("*.payload"))) == 1, "nothing is deleted"
     database.write_bytes(b"no database at all" * 400)
     with pytest.raises(JournalDamaged, match=r"journal.sqlite cannot be read \(file is not a d"):
         open_live(settings)
@@ -767,3 +769,11 @@ def test_memory_holds_records_not_arrays(tmp_path):
                     for name in record.__slots__
                 )
         assert live.log._pending_bytes == 0 and not live.log._on_the_way
+
+
+def test_nobody_else_can_read_it(tmp_path):
+    (tmp_path / "j").mkdir(mode=0o755)
+    with opened(config(tmp_path / "j")) as live:
+        live.group("a")
+        for path in (tmp_path / "j").iterdir():
+            assert path.stat().st_mode & 0o077 == 0, path.name
