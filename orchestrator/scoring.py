@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from orchestrator.feeder import SourceError, StepFeed, StepSource
+from orchestrator.feeder import NotWanted, SourceError, StepFeed, StepSource
 from orchestrator.score_files import BatchScores, ScoreFiles, ScoresUnusable, Values
 from orchestrator.sources.batches import BatchShape
 from prestage.microbatch import FIELDS, Array, MicroBatch, MicroBatchId
@@ -121,13 +121,15 @@ class TrainerScores:
         values: dict[tuple[int, int], Values] = {}
         version: int | None = None
         for part in range(self._batches.num_minibatches):
-            feed = self._source.open_step(opens + part)
+            feed = self._source.open_step(opens + part, wanted=wanted)
             if feed is None:
+                if not wanted():
+                    raise NotWanted(f"scores of rollout batch {number} are not wanted any more")
                 raise SourceError(
                     f"rollout batch {number} ended at step {opens + part}, though step {opens} has"
                     " begun: a batch feeds its steps whole"
                 )
-            for index, batch in enumerate(feed.micro_batches):
+            for batch in feed.micro_batches:
                 if version is None:
                     # Pools are sized by what comes first: let that be what is trained.
                     self._reserve(_layout(batch))
@@ -139,7 +141,7 @@ class TrainerScores:
                         f" {scored.train_step}: something else updates this worker; give it one"
                         " orchestrator"
                     )
-                values[part, index] = Values(
+                values[part, batch.id.index] = Values(
                     digest=batch.digest, logprobs=_trained_only(batch, scored.values)
                 )
         return BatchScores(number=number, train_step=version or 0, values=values)
@@ -147,8 +149,8 @@ class TrainerScores:
     def _written(
         self, batches: Iterator[MicroBatch], scores: BatchScores, part: int
     ) -> Iterator[MicroBatch]:
-        for index, batch in enumerate(batches):
-            kept = scores.values.get((part, index))
+        for batch in batches:
+            kept = scores.values.get((part, batch.id.index))
             if kept is None or kept.digest != batch.digest:
                 held = "none" if kept is None else f"one of digest {kept.digest}"
                 raise SourceError(
