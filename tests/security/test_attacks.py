@@ -142,11 +142,12 @@ def test_a_stale_epoch(worker: WorkerProcess) -> None:
 
 def test_headers_that_claim_three_gibibytes(worker: WorkerProcess) -> None:
     channel, client = _client(worker)
-    assert isinstance(client.call(Send(call=Call.OPEN_RUN), data_cursor="").event, Done)
+    opened = client.call(Send(call=Call.OPEN_RUN), data_cursor="").event
+    assert isinstance(opened, Done) and opened.view is not None
     refused = worker.refusals("put_micro_batch", "INVALID_REQUEST")
     before_bytes = worker.resident_bytes()
     with HealthWatch(worker) as health:
-        manifest = make_manifest(make_batch(SHAPE, "run", 0, 0))
+        manifest = make_manifest(make_batch(SHAPE, "run", opened.view.state.step, 0))
         rows, tokens = 64, (3 << 30) // (64 * 21)  # 21 bytes a token in this shape's fields.
         manifest.rows, manifest.tokens_per_row = rows, tokens
         del manifest.row_lengths[:]
@@ -239,7 +240,7 @@ def test_a_normal_run_over_mtls_with_tokens(worker: WorkerProcess, tmp_path: Pat
         "orchestrator.main",
         f"--trainer={worker.address}",
         f"--rollouts={ROLLOUTS}",
-        "--run_id=normal",
+        "--run_id=run",
         "--num_steps=2",
         "--pipeline_step_boundary",
         "--stage_next_microbatch",
