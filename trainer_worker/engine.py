@@ -321,6 +321,10 @@ class ShardedInputs(Protocol):
         """What the whole micro-batch adds to the step's denominator."""
         ...
 
+    def check_scored(self, batch: MicroBatch) -> None:
+        """Refuse a whole micro-batch that cannot be scored. Raises `InvalidBatch`; changes nothing."""
+        ...
+
     def prepare_shard(self, shard: MicroBatch, denominator: float) -> PreparedInput:
         """`prepare_fwd_bwd_input` of this process's part. Waits for no other process."""
         ...

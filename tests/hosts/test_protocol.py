@@ -29,7 +29,7 @@ from prestage.trainer.v1 import trainer_pb2
 from tests.hosts.rig import BUDGETS, FAST, SHAPE, SPEC, Rig, Wire, batch, place, train
 from tests.support.rig import Recorder, address_of, run_against, served
 from trainer_worker.clock import RealClock
-from trainer_worker.engine import DeviceSpan, EngineError, EngineParts, RunPosition
+from trainer_worker.engine import DeviceSpan, EngineError, EngineParts, InvalidBatch, RunPosition
 from trainer_worker.engines.processes import Processes
 from trainer_worker.engines.timed import TimedConfig, create_timed
 from trainer_worker.engines.timed_hosts import create_timed_host
@@ -112,6 +112,28 @@ def test_an_upload_is_answered_when_every_host_holds_its_part() -> None:
         rig.parts.training.prepare_fwd_bwd_input(batch(0, 0))
         assert holds[1:] == [0], "it was confirmed, not sent again"
         driver.close()
+
+
+def test_a_micro_batch_of_another_shape_is_refused_and_the_group_goes_on() -> None:
+    other = replace(SHAPE, rows=2)
+    with Rig() as rig, served(rig.parts) as server:
+        rig.parts.training.compile(SPEC)
+        driver = Driver(address=address_of(server), shape=other)
+        driver.open()
+        driver.put(driver.batch(0, 0))
+        assert rig.hosts[1].keeper.received_bytes == 0
+        assert rig.parts.scoring is not None
+        wrong = driver.batch(0, 0)
+        for call in (
+            rig.parts.training.prepare_fwd_bwd_input,
+            rig.parts.scoring.compute_logprobs,
+            rig.parts.scoring.evaluate,
+        ):
+            with pytest.raises(InvalidBatch, match=r"is \[2, 64\]"):
+                call(wrong)
+        driver.close()
+        train(rig.parts, 1)
+        assert not rig.lost.is_set()
 
 
 def test_a_part_on_its_way_while_its_step_is_restored_is_fetched_again(tmp_path: Path) -> None:

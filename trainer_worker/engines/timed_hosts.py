@@ -51,6 +51,9 @@ class TimedShards:
     def denominator(self, batch: MicroBatch) -> float:
         return float(batch.trained_tokens)
 
+    def check_scored(self, batch: MicroBatch) -> None:
+        self._engine.check(batch)
+
     def prepare_shard(self, shard: MicroBatch, denominator: float) -> PreparedInput:
         return replace(self._engine.prepare_fwd_bwd_input(shard), denominator=denominator)
 

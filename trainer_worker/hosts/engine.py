@@ -156,6 +156,7 @@ class HostsEngine:
         self._offers = offers
         self._threads = _Threads(group)
         self._shards: tuple[ShardRange, ...] = ()
+        self._shape = (0, 0)  # Rows and tokens that the shards split.
         self._own: MicroBatch | None = None  # This host's part, of the command that runs.
         self._executor = Executor(parts, self._own_part)
 
@@ -184,8 +185,8 @@ class HostsEngine:
 
     def bring(self, batch: MicroBatch) -> int:
         """Every follower holds its part, checked, when this returns. Bytes sent. Any thread."""
-        if not self._shards:
-            return 0  # Not compiled: nobody can say who needs what.
+        if (batch.rows, batch.tokens_per_row) != self._shape:
+            return 0  # Not compiled, or not for this shape: nobody can say who needs what.
         ref = self._offers.offer(batch, self._shards)
         try:
             holds = {
@@ -206,6 +207,11 @@ class HostsEngine:
         """A command that reads a micro-batch: confirmed on every host before it is sent."""
         if not self._shards:
             raise EngineError("the engine is not compiled: call compile first")
+        if (batch.rows, batch.tokens_per_row) != self._shape:
+            raise InvalidBatch(
+                f"micro-batch {batch.id} is [{batch.rows}, {batch.tokens_per_row}]; the hosts are"
+                f" compiled for {list(self._shape)}: pack for that shape or compile again"
+            )
         self.bring(batch)
         self._own = cut(batch, self._shards[0])
         try:
@@ -239,7 +245,7 @@ class HostsEngine:
                 f" {self._group.size}"
             )
         carried = self._everywhere(compile_command(spec), settle=True)
-        self._shards = shards
+        self._shards, self._shape = shards, (spec.rows, spec.tokens_per_row)
         assert carried.compiled is not None
         for who, shard in enumerate(shards):
             log.info(
@@ -323,12 +329,14 @@ class HostsEngine:
     # -- scoring ----------------------------------------------------------------------------------
 
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
+        self._split.check_scored(batch)
         command = pb.Command(compute_logprobs=pb.ComputeLogprobs(batch=ref_of(batch)))
         scores = self._with_input(batch, command, settle=True).scores
         assert scores is not None
         return scores
 
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
+        self._split.check_scored(batch)
         command = pb.Command(evaluate=pb.Evaluate(batch=ref_of(batch)))
         numbers = self._with_input(batch, command, settle=True).numbers
         assert numbers is not None

@@ -496,7 +496,7 @@ class JaxEngine:
 
     # -- scoring --------------------------------------------------------------------------------
 
-    def _check_scored(self, batch: MicroBatch) -> None:
+    def check_scored(self, batch: MicroBatch) -> None:
         """What is only scored needs no field of the loss. Raises `InvalidBatch`."""
         self._check_shape(batch)
         self._check_content(batch)
@@ -514,7 +514,7 @@ class JaxEngine:
 
     def compute_logprobs(self, batch: MicroBatch) -> ScoreResult:
         self._ready()
-        self._check_scored(batch)
+        self.check_scored(batch)
         return self.compute_logprobs_part(batch)
 
     def compute_logprobs_part(self, batch: MicroBatch) -> ScoreResult:
@@ -528,7 +528,7 @@ class JaxEngine:
     def evaluate(self, batch: MicroBatch) -> Mapping[str, float]:
         """Means over trained tokens, nats: `logprob`, `entropy`; and their number, `tokens`."""
         self._ready()
-        self._check_scored(batch)
+        self.check_scored(batch)
         return self.evaluate_part(batch)
 
     def evaluate_part(self, batch: MicroBatch) -> Mapping[str, float]:

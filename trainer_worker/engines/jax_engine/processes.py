@@ -144,6 +144,9 @@ class JaxShards:
     def denominator(self, batch: MicroBatch) -> float:
         return self._engine.denominator(batch)
 
+    def check_scored(self, batch: MicroBatch) -> None:
+        self._engine.check_scored(batch)
+
     def prepare_shard(self, shard: MicroBatch, denominator: float) -> PreparedInput:
         return self._engine.prepare_part(shard, denominator)
 
