@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-
 _MAX_DIGITS: Final = 18
 """An epoch fits in 63 bits, with room to count on."""
 
