@@ -484,6 +484,12 @@ class DurableLog:
         with self._changed:
             return self._point
 
+    @property
+    def first_planned_step(self) -> int | None:
+        """The oldest step of which a micro-batch's plan is kept; None: of none."""
+        with self._changed:
+            return min((step for step, _ in self._micro_batches), default=None)
+
     def group(self, position: int) -> Formed[Record] | None:
         """The complete group at `position` in the durable order, if it is in."""
         with self._changed:

@@ -9,6 +9,7 @@ are read for one micro-batch at a time.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,8 @@ from orchestrator.trajectory import (
 )
 from prestage.microbatch import MicroBatch
 
+log = logging.getLogger("prestage.journal")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
@@ -94,6 +97,11 @@ class LiveSource:
         self._durable_step = self._retained_step = log.point.durable_step
         self._batches: dict[int, _Batch] = {}
         self._next = log.point
+        begun = log.first_planned_step
+        if self._next == RetentionPoint() and begun is not None:
+            self._next = RetentionPoint(batch=config.batches.batch_of(begun))
+        # Nothing was ever handed out: the first step that is asked for is where this begins.
+        self._fresh = self._next == RetentionPoint() and begun is None
         self._taken: list[Formed[Record]] = []  # Of the batch that is filling.
         self._assignment = Assignment(config.policy, self._next.assignment)
         self._position = self._next.position
@@ -208,7 +216,23 @@ class LiveSource:
 
     # -- groups to batches ------------------------------------------------------------------------
 
+    def _begin(self, step: int) -> None:
+        """The first step that is asked for may follow steps that other rollouts trained."""
+        fresh, self._fresh = self._fresh, False
+        if not fresh or step == 0:
+            return
+        log.warning(
+            "the trainer is at step %d and nothing of %s was ever trained: the step is made of the"
+            " rollouts that come in now. If this run had rollouts before, they are elsewhere: is"
+            " this the right folder?",
+            step,
+            self._config.folder,
+        )
+        with self._lock:
+            self._next = RetentionPoint(batch=self._config.batches.batch_of(step))
+
     def _batch(self, number: int, step: int, wanted: Callable[[], bool]) -> _Batch | None:
+        self._begin(step)
         self._check_kept(step)
         while True:
             with self._lock:
@@ -232,6 +256,7 @@ class LiveSource:
         """The groups that fix the step's micro-batch 0 before the step is whole, and its plan."""
         shape, packing = self._config.batches, self._config.packing
         number, part = shape.batch_of(step), shape.part(step)
+        self._begin(step)
         self._check_kept(step)
         while number > self._next.batch:
             if not self._fill(wanted):

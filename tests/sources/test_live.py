@@ -124,6 +124,7 @@ def test_c5_staleness_is_judged_whole_and_by_the_step_that_uses_it(tmp_path):
             group(live, f"early{step}", version=step, size=4)
         submit(live, [("mixed", index, version) for index, version in enumerate([3, 3, 5, 5])])
         group(live, "fresh", version=4, size=4)
+        live.digests(0)
         assert [live.groups_of(step) for step in range(5)] == [[f"early{k}"] for k in range(5)]
         # Versions 3, 3, 5, 5 at step 5 with at most 1 behind: the group goes, whole.
         feed = live.source.open_step(5)
@@ -153,6 +154,7 @@ def test_c5_open_groups_that_no_step_will_take_are_dropped_and_told(tmp_path):
         stale = live.source.ledger().dropped[DropReason.STALE]
         assert (stale.groups, stale.trajectories) == (2, 2)
         assert not live.log.failure
+        live.digests(0)
     with opened(settings) as live:
         assert live.source.ledger().dropped[DropReason.STALE] == stale
         assert live.source.open_step(3, wanted=lambda: False) is None
@@ -357,7 +359,7 @@ def test_a_restored_run_may_ask_ahead_of_what_the_journal_knows_to_be_durable(tm
     with opened(settings) as live:
         for number in range(6):
             group(live, f"g{number}")
-        digests = live.digests(4)
+        digests = [live.digests(step) for step in range(5)][-1]
     with opened(settings) as live:
         live.source.step_durable(4)
         assert live.log.point.durable_step == 0, "not known where batch 4 begins"
@@ -365,6 +367,31 @@ def test_a_restored_run_may_ask_ahead_of_what_the_journal_knows_to_be_durable(tm
         with live.log._changed:
             assert live.log._changed.wait_for(lambda: live.log.point.durable_step == 4, 20)
         assert live.log.point.position == 4
+
+
+def test_a_new_journal_beside_a_trained_checkpoint_begins_with_its_step(tmp_path, caplog):
+    """The journal was lost; the checkpoint is not: steps are not filled from the start again."""
+    settings = config(tmp_path / "j", policy={"max_staleness": 1})
+    with opened(settings) as live:
+        live.source.step_durable(7)
+        group(live, "a", version=7)
+        group(live, "b", version=7)
+        digests = live.digests(7)
+        assert live.groups_of(7) == ["a", "b"]
+        assert "the trainer is at step 7 and nothing of" in caplog.text
+    with opened(settings) as live:
+        assert live.digests(7) == digests
+        group(live, "c", version=7)
+        group(live, "d", version=8)
+        assert live.groups_of(8) == ["c", "d"]
+        live.source.ledger().check()
+        with pytest.raises(SourceError, match=r"step 5: .* let go"):
+            live.source.open_step(5)
+    caplog.clear()
+    with opened(settings) as live:
+        live.source.step_durable(8)
+        assert live.groups_of(8) == ["c", "d"]
+        assert live.log.point.batch in (7, 8) and not caplog.records
 
 
 # -- waiting ----------------------------------------------------------------------------------------
