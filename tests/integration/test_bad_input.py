@@ -139,11 +139,6 @@ def test_staging_without_pipelining_is_refused() -> None:
         run("unix:///tmp/nowhere.sock", ROLLOUTS, "--stage_next_microbatch")
 
 
-def test_trainer_scored_log_probs_are_refused_rather_than_ignored() -> None:
-    with pytest.raises(ConfigError, match="--old_logprobs=trainer"):
-        run("unix:///tmp/nowhere.sock", ROLLOUTS, "--old_logprobs=trainer")
-
-
 @pytest.mark.parametrize("name", ["PIPELINE_STEP_BOUNDARY", "STAGE_NEXT_MICROBATCH"])
 def test_an_odd_environment_switch_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*TRUEE"):
