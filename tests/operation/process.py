@@ -19,7 +19,7 @@ from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
 from prestage.wire.channel import open_channel
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0  # A machine that is shared by many is slow; nothing here needs it.
 GRACE_S = 20.0
 ROLLOUTS = Path(__file__).parent.parent / "data" / "rollouts.parquet"
 
@@ -139,14 +139,19 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-def reached(folder: Path, what: str, true: Callable[[pb.WorkerState], bool]) -> pb.WorkerState:
-    seen: list[pb.WorkerState] = []
+def reached(
+    folder: Path, what: str, true: Callable[[pb.WorkerState], bool], name: str = "w"
+) -> pb.WorkerState:
+    """The worker's first state of which `true` is; looked at over one connection, so often."""
+    with open_channel(f"unix://{folder}/{name}.sock.health") as channel:
+        stub = pb_grpc.TrainerStatusStub(channel)
+        seen: list[pb.WorkerState] = []
 
-    def look() -> bool:
-        seen[:] = [state_of(folder)]
-        return true(seen[0])
+        def look() -> bool:
+            seen[:] = [stub.GetState(pb.GetStateRequest(), timeout=30, wait_for_ready=True).state]
+            return true(seen[0])
 
-    wait_until(look, what)
+        wait_until(look, what)
     return seen[0]
 
 

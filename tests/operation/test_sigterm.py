@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -11,8 +13,10 @@ import pytest
 
 from orchestrator.bench.synthetic import SyntheticShape
 from orchestrator.plan import RunPlan
+from orchestrator.ports import Answer, Observer
 from orchestrator.runner import Patience
 from prestage.admin.v1 import admin_pb2, admin_pb2_grpc
+from prestage.trace import TraceRecord
 from prestage.trainer.v1 import trainer_pb2 as pb
 from prestage.wire.channel import open_channel
 from tests.operation.process import (
@@ -43,10 +47,17 @@ def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
         return run_against(address_of(server), plan, shape=SHAPE).digest
 
 
-def driven(folder: Path, plan: RunPlan = PLAN) -> Future[RunResult]:
+def driven(folder: Path, plan: RunPlan = PLAN, *observers: Observer) -> Future[RunResult]:
     """A run on a thread of this process, which outlives its worker."""
     pool = ThreadPoolExecutor(1)
-    made = pool.submit(run_against, f"unix://{folder}/w.sock", plan, shape=SHAPE, patience=PATIENCE)
+    made = pool.submit(
+        run_against,
+        f"unix://{folder}/w.sock",
+        plan,
+        shape=SHAPE,
+        patience=PATIENCE,
+        observers=observers,
+    )
     pool.shutdown(wait=False)
     return made
 
@@ -104,18 +115,42 @@ def test_an_idle_worker_ends_at_once_with_the_status_that_it_was_given(undisturb
             assert driven(folder).result(timeout=PATIENCE_S).digest == undisturbed
 
 
+class OnceDispatched:
+    """SIGTERM to the worker at hand when step 1's second micro-batch was answered: it computes."""
+
+    def __init__(self) -> None:
+        self.worker: Process | None = None
+        self.sent = threading.Event()
+
+    def on_call(self, record: TraceRecord, answer: Answer) -> None:
+        del answer
+        here = record.call.startswith("fwd_bwd") and (record.step, record.index) == (1, 1)
+        if here and self.worker is not None and not self.sent.is_set():
+            self.worker.popen.send_signal(signal.SIGTERM)
+            self.sent.set()
+
+    def on_note(self, note: object) -> None:
+        del note
+
+    def on_state(self, state: object) -> None:
+        del state
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_jax_worker_ends_in_a_compile_and_in_a_computation() -> None:
     with socket_folder() as calm, socket_folder() as folder:
         with worker(calm, *flags(calm), engine="jax"):
             expected = driven(calm).result(timeout=PATIENCE_S).digest
+        once = OnceDispatched()
         with worker(folder, *flags(folder), engine="jax") as process:
-            run = driven(folder)
+            run = driven(folder, PLAN, once)
             reached(folder, "compile", lambda state: state.lifecycle == pb.LIFECYCLE_COMPILING)
             ends_well(process)
         with worker(folder, *flags(folder), engine="jax") as process:
-            reached(folder, "compute", lambda state: state.step >= 1 and state.in_flight > 0)
-            ends_well(process)
+            once.worker = process
+            assert once.sent.wait(PATIENCE_S)
+            assert process.wait(GRACE_S) == 0, process.output
         with worker(folder, *flags(folder), engine="jax"):
             assert run.result(timeout=PATIENCE_S).digest == expected
 

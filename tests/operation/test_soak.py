@@ -17,7 +17,7 @@ from tests.operation.process import worker
 from tests.operation.soak_steps import resident_bytes
 from tests.support.rig import socket_folder
 
-CALLS = int(os.environ.get("PRESTAGE_SOAK_CALLS", "20000"))
+CALLS = int(os.environ.get("PRESTAGE_SOAK_CALLS", "12000"))
 BYTES_PER_CALL = 64
 NOISE_BYTES = 256 << 10
 """What an allocator takes or gives back in one piece; of no weight at the whole count."""
