@@ -6,12 +6,19 @@ import datetime
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
+from prestage.protocol import Reason
+from prestage.trainer.v1 import trainer_pb2 as pb
+from prestage.trainer.v1 import trainer_pb2_grpc as pb_grpc
+from prestage.wire.errors import Refusal, Unknown, classify
+from prestage.wire.security import Role, Security, SecurityConfig
 from tests.security.authority import DAY, Authority, put, token_folder
 from tests.security.worker_process import free_port, worker_process
 
@@ -160,3 +167,47 @@ def test_a_live_run_over_mtls_with_tokens(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "result.json").read_text())["steps"]) == 3, output
     shown = output + worker.log + wrong.stderr + nobody.stderr + sent.stdout
     assert not [token for token in worker.tokens.values() if token in shown]
+
+
+@pytest.mark.slow
+def test_certificates_and_tokens_are_renewed_under_a_running_worker(tmp_path: Path) -> None:
+    """A new authority, a new pair and new tokens: the same channel goes on, the old ones are nobody's."""
+    with worker_process(tmp_path) as worker:
+        channel = worker.security().open_channel("--trainer", worker.address, Role.DRIVE)
+        stub = pb_grpc.TrainerWorkerStub(channel)
+        assert stub.GetState(pb.GetStateRequest(), timeout=10).state.incarnation
+        expiry = "prestage_worker_certificate_expiry_timestamp_seconds"
+        before_s = worker.metrics()[expiry, ()]
+        Authority().folder(tmp_path / "old")  # What somebody kept.
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            put(tmp_path / "old" / name, (tmp_path / "tls" / name).read_bytes(), 0o600)
+        Authority("new").folder(tmp_path / "tls", valid_until=20 * DAY)
+        put(tmp_path / "old" / "ca.crt", (tmp_path / "tls" / "ca.crt").read_bytes(), 0o600)
+        token_folder(tmp_path / "tokens")
+
+        def renewed() -> bool:
+            try:
+                stub.GetState(pb.GetStateRequest(), timeout=5)
+            except grpc.RpcError:
+                return False  # The two look every few seconds, not at the same moment.
+            return worker.metrics()[expiry, ()] > before_s + 5 * 86400
+
+        give_up = time.monotonic() + 60
+        while not renewed():
+            assert time.monotonic() < give_up, worker.log[-2000:]
+            time.sleep(0.2)
+        old = Security(SecurityConfig(tls_dir=tmp_path / "old"))
+        new = Security(SecurityConfig(tls_dir=tmp_path / "tls"))
+
+        def with_old_token(security: Security) -> Refusal | Unknown:
+            metadata = [("authorization", f"Bearer {worker.tokens['drive']}")]
+            with security.open_channel("--trainer", worker.address, Role.DRIVE) as late:
+                call = pb_grpc.TrainerWorkerStub(late).GetState
+                with pytest.raises(grpc.RpcError) as error:
+                    call(pb.GetStateRequest(), timeout=10, metadata=metadata)
+                return classify(error.value)
+
+        assert isinstance(with_old_token(old), Unknown), "it does not get to say its token"
+        refused = with_old_token(new)
+        assert isinstance(refused, Refusal) and refused.reason is Reason.UNAUTHENTICATED
+        channel.close()
