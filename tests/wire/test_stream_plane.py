@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
@@ -431,3 +432,12 @@ def test_a_step_that_closes_during_an_upload_ends_it() -> None:
             put(rig, StreamSender(rig.channel, chunk_bytes=300), batch)
         assert "dropped" in refusal(error.value).message
         assert rig.store.stats().stored_bytes == 0
+
+
+def test_the_same_micro_batch_by_two_streams_at_once_comes_once_and_both_are_told() -> None:
+    with put_server() as rig, ThreadPoolExecutor(2) as pool:
+        for seed in range(20):
+            batch = sample(seed=seed)
+            twice = [pool.submit(put, rig, StreamSender(rig.channel), batch) for _ in range(2)]
+            assert all(done.result().stored for done in twice)
+            assert same_arrays(rig.store.get(ref_of(batch)), batch)

@@ -347,6 +347,15 @@ class Placer:
                 self._left -= count
             self._received += taken
 
+    def finish(self, ticket: int) -> None:
+        """Nothing more comes. Raises `CodecError` when bytes are missing."""
+        with self._lock:
+            self._own(ticket)
+            if self._received != self.layout.total_bytes:
+                raise CodecError(
+                    f"the upload ends after {self._received} of {self.layout.total_bytes} bytes"
+                )
+
     def _own(self, ticket: int) -> None:
         if ticket != self._owner:
             raise SupersededError("another upload of this micro-batch took over, or it was dropped")

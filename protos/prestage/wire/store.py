@@ -33,6 +33,8 @@ from prestage.wire.errors import (
 _MAX_ENTRIES: Final = 65_536
 _FAILURES_KEPT: Final = 64
 _LOOK_S: Final = 1.0  # How often a waiting put looks whether its caller is still there.
+_OTHER_S: Final = 30.0
+"""For an upload that overtook another: that one's caller may still be there, and waits with it."""
 
 __all__ = ["MicroBatchStore", "MissingError", "StoreStats"]
 
@@ -180,6 +182,22 @@ class MicroBatchStore:
             entry.stage, entry.placer = _Stage.READY, None
             self._failures.pop(ref, None)
             self._changed.notify_all()
+
+    def await_other(self, ref: BatchRef, wanted: Callable[[], bool]) -> bool:
+        """Wait, for a while, until another upload of this micro-batch is over: whether it is there.
+
+        For an upload that another one of the same content overtook.
+        """
+        give_up_s = time.monotonic() + _OTHER_S
+        with self._changed:
+            while wanted() and time.monotonic() < give_up_s:
+                entry = self._entries.get(ref)
+                if entry is None:
+                    return False
+                if entry.stage is _Stage.READY:
+                    return True
+                self._changed.wait(timeout=_LOOK_S)
+        return False
 
     def abandon(self, ref: BatchRef) -> None:
         """Its upload is no good: give the room back."""

@@ -421,13 +421,25 @@ class PutReceiver:
         except _BrokeOff as error:
             raise CodecError(str(error)) from error
         except SupersededError:
-            raise
+            return self._other(upload, wanted)
         except (WireError, MemoryError):
             self._store.abandon(upload.ref)
             raise
         batch = upload.batch(placer)
         readable_s = time.monotonic()
-        return self._settle(upload, batch, started_s, readable_s, padding=False)
+        try:
+            return self._settle(upload, batch, started_s, readable_s, padding=False)
+        except SupersededError:
+            return self._other(upload, wanted)
+
+    def _other(self, upload: _Upload, wanted: Callable[[], bool]) -> pb.PutMicroBatchResponse:
+        """The same micro-batch came by another stream as well: once is enough."""
+        if self._store.await_other(upload.ref, wanted):
+            size = upload.layout.total_bytes
+            return pb.PutMicroBatchResponse(stored=True, received_bytes=size, duplicate=True)
+        raise SupersededError(
+            f"micro-batch {upload.ref} was dropped, or another upload of it took over and broke off"
+        )
 
     def _place(self, layout: Layout) -> Placer:
         buffer, fresh = self._arenas.take(layout.buffer_bytes)
@@ -450,10 +462,7 @@ class PutReceiver:
                         offset += len(piece)
                     continue
                 self._check_end(part, total)
-                if placer.received_bytes != total:
-                    raise CodecError(
-                        f"the upload ends after {placer.received_bytes} of {total} bytes"
-                    )
+                placer.finish(ticket)
                 return
         except grpc.RpcError as error:
             raise _BrokeOff(f"the upload broke off: {error}") from error
