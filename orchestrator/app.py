@@ -16,7 +16,7 @@ import grpc
 from tqdm import tqdm
 
 from orchestrator.boundary import BoundaryState
-from orchestrator.bringup import check_shape, reach, resolve_staging
+from orchestrator.bringup import check_duties, check_shape, reach, resolve_staging
 from orchestrator.calls import Note
 from orchestrator.clock import RealClock
 from orchestrator.feeder import Feeder, FeederCounters, StepSource
@@ -59,6 +59,16 @@ class RunResult:
     notes: tuple[str, ...]
 
 
+def _new_trace(folder: Path) -> Path:
+    """A file of this process's own: what the ones before it wrote is evidence, and stays."""
+    path = folder / "orchestrator.ndjson"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"orchestrator-{number}.ndjson"
+    return path
+
+
 class _Tracer:
     """Writes every call; remembers the notes."""
 
@@ -67,7 +77,7 @@ class _Tracer:
         self.notes: list[str] = []
         if folder is not None:
             self._writer = TraceWriter(
-                folder / "orchestrator.ndjson",
+                _new_trace(folder),
                 side="orchestrator",
                 clock_origin_s=time.time() - time.monotonic(),
             )
@@ -101,7 +111,7 @@ class _Progress:
         loss = record.metrics.get("loss")
         if loss is not None:
             self._bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
-        self._bar.update(1)
+        self._bar.update(step + 1 - self._bar.n)  # An earlier process may have closed some.
 
     def close(self) -> None:
         self._bar.close()
@@ -174,6 +184,7 @@ def _run(
     )
     log.info("payloads travel by %s", plane.name)
     operation.board.opening("opening the rollouts")
+    check_duties(plan, able)
     check_scoring(config, able)
     try:
         check_drop_audit(config.require_drop_audit, able)
@@ -193,7 +204,14 @@ def _run(
     client = TrainerClient(
         channel, run_id=config.run_id, shape=shape, evaluator=evaluation(evaluated, scorer)
     )
-    feeder = Feeder(source, sender, score=scoring_hook(config, source, scorer, plane.reserve))
+    # A worker that is started again loads its engine, as at the first start.
+    unreachable_s = max(Patience().unreachable_s, config.trainer_wait_s)
+    feeder = Feeder(
+        source,
+        sender,
+        score=scoring_hook(config, source, scorer, plane.reserve),
+        unreachable_s=unreachable_s,
+    )
     tracer = _Tracer(config.trace_dir)
     progress = _Progress(plan.num_steps, show=config.progress, name=config.run_id)
     metrics = operation.metrics
@@ -203,7 +221,7 @@ def _run(
     def on_bookkeeping(book: StepBook, step: int) -> None:
         progress(book, step)
         metrics.on_step(book, step)
-        operation.board.closed(book.get(step))
+        operation.board.closed(book.get(step), book.get(step - 1))
         if plan.checkpoint_every:
             _note_durable(client, metrics, source if intake is not None else None)
 
@@ -223,11 +241,7 @@ def _run(
                 operation.board,
                 *(() if intake is None else (intake,)),
             ),
-            patience=Patience(
-                data_s=config.data_wait_s,
-                # A worker that is started again loads its engine, as at the first start.
-                unreachable_s=max(Patience().unreachable_s, config.trainer_wait_s),
-            ),
+            patience=Patience(data_s=config.data_wait_s, unreachable_s=unreachable_s),
             on_bookkeeping=on_bookkeeping,
             before_send=operation.before_send,
         )

@@ -10,6 +10,7 @@ from typing import Final
 import grpc
 
 from orchestrator.flags import ConfigError, Staging
+from orchestrator.plan import RunPlan
 from orchestrator.trainer_client import RunShape, TrainerClient
 from prestage.protocol import Reason
 from prestage.trainer.v1 import trainer_pb2 as pb
@@ -98,6 +99,29 @@ def resolve_staging(
         lacks,
     )
     return False
+
+
+def check_duties(plan: RunPlan, able: pb.GetCapabilitiesResponse) -> None:
+    """Raises `ConfigError` when a step would owe a call that the worker's engine lacks."""
+    for name, every, can, fix in (
+        (
+            "checkpoint_every",
+            plan.checkpoint_every,
+            able.can_checkpoint,
+            "give the worker --checkpoint_dir",
+        ),
+        (
+            "weight_sync_every",
+            plan.weight_sync_every,
+            able.can_export_weights,
+            "use an engine that exports weights",
+        ),
+    ):
+        if every and not can:
+            raise ConfigError(
+                f"--{name} is {every}, but the worker (engine {able.engine!r}) cannot do that:"
+                f" {fix}, or --{name}=0"
+            )
 
 
 def check_shape(able: pb.GetCapabilitiesResponse, shape: RunShape) -> None:

@@ -114,10 +114,10 @@ def run() -> None:
         sys.exit(command(sys.argv[2:]))
     from orchestrator import flags  # noqa: F401  (defines the flags)
     from orchestrator.operation import flags as operation_flags  # noqa: F401
-    from prestage.operation.help import own_help
+    from prestage.operation.help import own_help, parse_flags
 
     own_help(HELP, OWN_FLAGS)
-    app.run(lambda argv: sys.exit(_train(argv)))
+    app.run(lambda argv: sys.exit(_train(argv)), flags_parser=parse_flags)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ class StepBook:
             self._put(
                 replace(
                     record,
-                    dispatch_seconds=(*record.dispatch_seconds, seconds),
+                    # A micro-batch that is trained or sent again takes its own place again.
+                    dispatch_seconds=(*record.dispatch_seconds[: send.index], seconds),
                     staged_input_used=record.staged_input_used or answer.used_staged_input,
                 )
             )
@@ -103,6 +104,8 @@ class StepBook:
 
     def measured(self, facts: StepFacts) -> None:
         """Take in what the worker knows of a closed step; unknown values change nothing."""
+        if facts.step not in self._records and facts.train_step < 0 and not facts.values:
+            return  # Of a step that an earlier process trained.
         record = self.get(facts.step)
         self._put(
             replace(

@@ -280,7 +280,7 @@ class TrainerClient:
 
     def _get_metrics(self, send: Send) -> Answer:
         facts = self._metrics(send.step, 1)
-        first = facts[0] if facts else None
+        first = next((item for item in facts if item.step == send.step), None)
         return Answer(
             event=Done(
                 stage_seconds=-1.0 if first is None else first.stage_seconds,
@@ -298,7 +298,17 @@ class TrainerClient:
             timeout=self._deadlines.read_s,
             metadata=self._metadata,
         )
-        return tuple(
+        before = tuple(
+            StepFacts(
+                step=item.step - 1,
+                train_step=-1,
+                applied=True,
+                boundary_idle_seconds=item.boundary_idle_before_seconds,
+            )
+            for item in response.steps[:1]
+            if item.step > 0 and item.boundary_idle_before_seconds >= 0
+        )
+        return before + tuple(
             StepFacts(
                 step=item.step,
                 train_step=item.train_step,

@@ -15,7 +15,7 @@ from absl import app, flags
 from prestage.operation.flags import ProcessConfig, process_config
 from prestage.operation.folders import FolderError
 from prestage.operation.heartbeat import Heartbeat, end_process
-from prestage.operation.help import own_help
+from prestage.operation.help import own_help, parse_flags
 from prestage.operation.logs import start_logs
 from prestage.operation.pages import PageServer, metrics_page
 from prestage.operation.probes import Probes
@@ -272,7 +272,7 @@ def _end(server: WorkerServer, operated: _Operated, grace_s: float, exit_code: i
 def run() -> None:
     """Console script."""
     own_help(HELP, OWN_FLAGS)
-    app.run(lambda argv: sys.exit(main(argv)))
+    app.run(lambda argv: sys.exit(main(argv)), flags_parser=parse_flags)
 
 
 if __name__ == "__main__":

@@ -665,6 +665,7 @@ class TrainerService(pb_grpc.TrainerWorkerServicer):
             boundary_idle_seconds=facts.idle_seconds,
             device_wait_seconds=facts.device_wait_seconds,
             stage_seconds=facts.stage_seconds,
+            boundary_idle_before_seconds=self._worker.watcher.facts(kept.step - 1).idle_seconds,
         )
 
     def ComputeLogprobs(

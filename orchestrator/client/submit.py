@@ -227,6 +227,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--wait_s", type=float, default=600.0, help="for the service (default 600)")
     parser.add_argument("--tls_dir", type=Path, help="certificates: tls.crt, tls.key, ca.crt")
+    parser.add_argument("--tls_server_name", default="", help="the name in the certificate")
     parser.add_argument("--token_dir", type=Path, help="tokens; the file `submit` is used")
     parser.add_argument("--insecure", action="store_true", help="plain text beyond this host")
     given = parser.parse_args(list(argv))
@@ -249,7 +250,10 @@ def main(argv: Sequence[str]) -> int:
             unreachable_s=given.wait_s,
             security=Security(
                 SecurityConfig(
-                    tls_dir=given.tls_dir, token_dir=given.token_dir, insecure=given.insecure
+                    tls_dir=given.tls_dir,
+                    token_dir=given.token_dir,
+                    server_name=given.tls_server_name,
+                    insecure=given.insecure,
                 )
             ),
         )

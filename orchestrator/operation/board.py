@@ -164,9 +164,11 @@ class RunBoard(WaitBoard):
     def finishing(self) -> None:
         self._become(RunState.FINISHING, "closing the run", self._budgets.finish_s)
 
-    def closed(self, record: StepRecord) -> None:
-        """A step's bookkeeping."""
+    def closed(self, record: StepRecord, before: StepRecord | None = None) -> None:
+        """A step's bookkeeping. `before`: the step before it, whose boundary is known by now."""
         with self._lock:
+            if before is not None and self._steps and self._steps[-1].step == before.step:
+                self._steps[-1] = before
             self._steps.append(record)
 
     def _become(self, state: RunState, doing: str, allowance_s: float) -> None:

@@ -113,7 +113,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--tls_dir", metavar="DIR", help="certificates, as the orchestrator's")
     parser.add_argument("--token_dir", metavar="DIR", help="tokens, as the orchestrator's")
     parser.add_argument(
-        "--server_name", default="", metavar="NAME", help="the name in the server's certificate"
+        "--tls_server_name",
+        default="",
+        metavar="NAME",
+        help="the name in the server's certificate",
     )
     parser.add_argument(
         "--insecure", action="store_true", help="plain text to an address on another host"
@@ -138,7 +141,7 @@ def _channel(command: str, options: argparse.Namespace) -> grpc.Channel:
     config = SecurityConfig(
         tls_dir=tls,
         token_dir=tokens,
-        server_name=options.server_name,
+        server_name=options.tls_server_name,
         insecure=options.insecure,
     )
     looks = command == "status" and tokens is not None and (tokens / Role.READ.value).is_file()

@@ -222,3 +222,27 @@ def test_a_run_that_is_over_says_that_nothing_was_left_to_train() -> None:
     text = app.summary_text(again)
     assert "nothing was trained: this run is at its last step already" in text
     assert "step 0: an earlier process of this run trained and closed it" in text
+
+
+def test_checkpoints_that_the_worker_cannot_make_are_refused_at_start() -> None:
+    with (
+        served(create_timed(TimedConfig(), RealClock())) as server,
+        pytest.raises(ConfigError, match=r"--checkpoint_every is 2.*--checkpoint_dir"),
+    ):
+        run(address_of(server), ROLLOUTS, "--checkpoint_every=2")
+
+
+def test_a_flag_that_cannot_be_used_ends_with_2_and_help_with_0() -> None:
+    for module in ("orchestrator.main", "trainer_worker.main"):
+        odd = command(module, "--no_such_flag=1")
+        assert odd.returncode == 2 and "no_such_flag" in odd.stderr
+        assert "Traceback" not in odd.stderr
+        assert command(module, "--help").returncode == 0
+
+
+def test_a_restarted_run_keeps_the_trace_of_the_process_before(tmp_path: Path) -> None:
+    with served(create_timed(TimedConfig(fwd_bwd_seconds=0.001), RealClock())) as server:
+        for _ in range(2):
+            run(address_of(server), ROLLOUTS, f"--trace_dir={tmp_path}")
+    names = sorted(path.name for path in tmp_path.glob("orchestrator*.ndjson"))
+    assert names == ["orchestrator-2.ndjson", "orchestrator.ndjson"]

@@ -66,10 +66,11 @@ class Driver:
     incarnation: str = ""
     timeout_s: float = 30.0
     shape: SyntheticShape = SHAPE
+    connect: Callable[[str], grpc.Channel] = open_channel
     channel: grpc.Channel = field(init=False)
 
     def __post_init__(self) -> None:
-        self.channel = open_channel(self.address)
+        self.channel = self.connect(self.address)
         self.stub = pb_grpc.TrainerWorkerStub(self.channel)
         self._sender = StreamSender(self.channel)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -23,7 +24,9 @@ from orchestrator.bench.conformance.rules import (
 from orchestrator.bench.synthetic import SyntheticShape
 from prestage.protocol import Call, Phase
 from prestage.trainer.v1 import trainer_pb2 as pb
+from prestage.wire.channel import AddressError, open_channel
 from prestage.wire.errors import classify
+from prestage.wire.security import Role, Security, SecurityConfig, SecurityError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,15 @@ class Outcome:
     why: str = ""
 
 
-def run_suite(address: str, *, rows: int = 1, tokens_per_row: int = 16) -> list[Outcome]:
+def run_suite(
+    address: str,
+    *,
+    rows: int = 1,
+    tokens_per_row: int = 16,
+    connect: Callable[[str], grpc.Channel] = open_channel,
+) -> list[Outcome]:
     """Run every rule. Raises `grpc.RpcError` when the worker cannot be reached."""
-    driver = Driver(address=address, run_id="conformance")
+    driver = Driver(address=address, run_id="conformance", connect=connect)
     try:
         able = driver.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=10)
         multiple = able.row_multiple or 1
@@ -83,11 +92,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--worker", required=True, help="unix:///path or host:port")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens_per_row", type=int, default=16)
+    parser.add_argument("--tls_dir", type=Path, help="certificates: tls.crt, tls.key, ca.crt")
+    parser.add_argument("--tls_server_name", default="", help="the name in the certificate")
+    parser.add_argument("--token_dir", type=Path, help="tokens; the file `drive` is used")
     arguments = parser.parse_args(argv)
     try:
-        outcomes = run_suite(
-            arguments.worker, rows=arguments.rows, tokens_per_row=arguments.tokens_per_row
+        security = Security(
+            SecurityConfig(
+                tls_dir=arguments.tls_dir,
+                token_dir=arguments.token_dir,
+                server_name=arguments.tls_server_name,
+            )
         )
+        outcomes = run_suite(
+            arguments.worker,
+            rows=arguments.rows,
+            tokens_per_row=arguments.tokens_per_row,
+            connect=lambda address: security.open_channel("--worker", address, Role.DRIVE),
+        )
+    except (AddressError, SecurityError) as error:
+        print(f"orchestrator conformance: {error}", file=sys.stderr)
+        return 2
     except grpc.RpcError as error:
         print(f"no worker answered at {arguments.worker}: {classify(error)}", file=sys.stderr)
         return 2

@@ -250,7 +250,12 @@ def open_run_fences_off_older_epochs(subject: Subject) -> None:
     """A new caller gets a larger epoch; the old one is refused from then on."""
     driver, step = subject.driver, subject.step
     put(subject, step)
-    old = Driver(address=driver.address, run_id=driver.run_id, shape=driver.shape)
+    old = Driver(
+        address=driver.address,
+        run_id=driver.run_id,
+        shape=driver.shape,
+        connect=driver.connect,
+    )
     try:
         old.epoch, old.incarnation, old.seq = driver.epoch, driver.incarnation, driver.seq
         before = driver.epoch

@@ -311,7 +311,7 @@ class GetMetricsResponse(_message.Message):
     def __init__(self, steps: _Optional[_Iterable[_Union[StepMetrics, _Mapping]]] = ..., next_step: _Optional[int] = ...) -> None: ...
 
 class StepMetrics(_message.Message):
-    __slots__ = ("step", "train_step", "applied", "values", "boundary_idle_seconds", "device_wait_seconds", "stage_seconds")
+    __slots__ = ("step", "train_step", "applied", "values", "boundary_idle_seconds", "device_wait_seconds", "stage_seconds", "boundary_idle_before_seconds")
     class ValuesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class StepMetrics(_message.Message):
     BOUNDARY_IDLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_IDLE_BEFORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     step: int
     train_step: int
     applied: bool
@@ -333,7 +334,8 @@ class StepMetrics(_message.Message):
     boundary_idle_seconds: float
     device_wait_seconds: float
     stage_seconds: float
-    def __init__(self, step: _Optional[int] = ..., train_step: _Optional[int] = ..., applied: bool = ..., values: _Optional[_Mapping[str, float]] = ..., boundary_idle_seconds: _Optional[float] = ..., device_wait_seconds: _Optional[float] = ..., stage_seconds: _Optional[float] = ...) -> None: ...
+    boundary_idle_before_seconds: float
+    def __init__(self, step: _Optional[int] = ..., train_step: _Optional[int] = ..., applied: bool = ..., values: _Optional[_Mapping[str, float]] = ..., boundary_idle_seconds: _Optional[float] = ..., device_wait_seconds: _Optional[float] = ..., stage_seconds: _Optional[float] = ..., boundary_idle_before_seconds: _Optional[float] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("key", "data_cursor")
