@@ -132,12 +132,12 @@ def orchestrator_program(s: Settings, site: Site) -> Program:
     flags = [
         _flag(ORCHESTRATOR, "trainer", site.trainer),
         _flag(ORCHESTRATOR, "run_id", s.text("name")),
-        _flag(ORCHESTRATOR, "journal_dir", f"{site.state_dir}/journal"),
     ]
     if s.text("rollouts"):
         flags.append(_flag(ORCHESTRATOR, "rollouts", s.text("rollouts")))
     else:
         flags.append(_flag(ORCHESTRATOR, "listen", f"0.0.0.0:{INGEST_PORT}"))
+        flags.append(_flag(ORCHESTRATOR, "journal_dir", f"{site.state_dir}/journal"))
     flags += [
         _flag(ORCHESTRATOR, "health_listen", f"127.0.0.1:{ORCHESTRATOR_STATUS_PORT}"),
         *_serving(

@@ -6,6 +6,7 @@ import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,7 @@ PROGRAMS = {"orchestrator": "orchestrator.main", "trainer_worker": "trainer_work
 
 # Flags that recipes need and a program does not have yet. Take a flag out once it is there.
 PENDING: dict[str, set[str]] = {
-    "orchestrator": {
-        "tls_dir",
-        "token_dir",
-    },
+    "orchestrator": set(),
     "trainer_worker": set(),
 }
 TABLES = {"orchestrator": ORCHESTRATOR, "trainer_worker": WORKER}
@@ -93,3 +91,32 @@ def test_the_programs_refuse_a_value_that_is_wrong() -> None:
     done = _parsed(broken)
     assert done.returncode != 0
     assert "logps_sharded_head" in done.stdout + done.stderr
+
+
+_TAKES = """
+import sys
+from absl import flags
+from orchestrator import flags as ours
+from orchestrator.operation import flags as operation
+flags.FLAGS(sys.argv)
+ours.config_from_flags({})
+operation.operation_from_flags(trace_dir=None, result_file=None)
+"""
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_the_orchestrator_takes_the_rendered_flags_together(recipe: str, tmp_path: Path) -> None:
+    """Flags that exist may still contradict each other."""
+    settings = shipped(recipe)
+    program = launch(settings, site_of(settings)).orchestrator
+    folder = tmp_path / "prestage"
+    folder.mkdir()
+    words = [
+        word.replace("/var/lib/prestage", str(folder)).replace("/run/prestage", str(folder))
+        for word in program.argv
+    ]
+    (folder / "rollouts.parquet").touch()
+    done = subprocess.run(
+        [sys.executable, "-c", _TAKES, *words[1:]], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
