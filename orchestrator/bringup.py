@@ -55,7 +55,7 @@ def reach(
                 raise WorkerUnreachable(
                     f"no worker answered at {address} within {wait_s:g} s ({code}:"
                     f" {outcome.message}): start `trainer_worker --listen={address}`, or correct"
-                    " --trainer; --trainer_wait_s sets the wait"
+                    " --trainer (and give --tls_dir if it serves TLS); --trainer_wait_s sets the wait"
                 ) from error
             if not said:
                 said = True
