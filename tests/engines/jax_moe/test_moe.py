@@ -20,6 +20,7 @@ from trainer_worker.engines.jax_engine.config import (
 from trainer_worker.engines.jax_engine.engine import JaxEngine, named_leaves
 from trainer_worker.engines.jax_engine.moe import Buffers
 
+pytestmark = pytest.mark.slow  # Each program is compiled once, which takes most of the time.
 DROPLESS = moe_config()
 RETRY = moe_config(factor=0.3, retry=True)  # Overflows in every micro-batch but an empty one.
 DROPPING = moe_config(factor=0.3)
@@ -125,7 +126,6 @@ def test_staging_changes_no_bit_with_every_micro_batch_retried() -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.slow
 def test_only_what_overflowed_is_run_again() -> None:
     """A short micro-batch fits; the sums differ from the dropless ones by rounding alone."""
     engine, wanted = engine_of(SOMETIMES), engine_of(DROPLESS)
@@ -166,7 +166,6 @@ def test_the_number_dropped_is_what_the_buffer_had_no_room_for() -> None:
     assert engine.update().dropped_assignments == wanted
 
 
-@pytest.mark.slow
 def test_padding_takes_no_room_unless_it_is_routed() -> None:
     """A micro-batch whose real tokens fit; counted with padding they would not."""
     (item,) = sequences(3, [(4, 20)])

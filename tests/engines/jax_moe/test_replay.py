@@ -25,6 +25,7 @@ from trainer_worker.engines.jax_engine.engine import JaxEngine, named_leaves
 from trainer_worker.engines.jax_engine.model import decode
 from trainer_worker.engines.jax_engine.moe import Buffers
 
+pytestmark = pytest.mark.slow  # Each program is compiled once, which takes most of the time.
 Rows = list[list[Trajectory]]
 ITEMS = sequences(0, LENGTHS)
 
