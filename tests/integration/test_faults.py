@@ -198,7 +198,9 @@ def test_a_worker_restarted_while_data_is_waited_for_is_noticed(arm: str) -> Non
         class Restarting(SyntheticSource):
             restarts = 0
 
-            def open_step(self, step: int, *, wanted: Callable[[], bool] = always) -> StepFeed | None:
+            def open_step(
+                self, step: int, *, wanted: Callable[[], bool] = always
+            ) -> StepFeed | None:
                 if step == 1 and not self.restarts:
                     self.restarts += 1
                     here.restart()
