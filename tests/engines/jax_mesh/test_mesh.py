@@ -146,7 +146,7 @@ def test_a_head_that_does_not_fit_is_named_and_the_old_one_runs(
 
 @pytest.mark.slow
 def test_parameters_and_moments_are_shared_out() -> None:
-    engine = JaxEngine(config_on(CUBE), init_params(MODEL_64, 3))
+    engine = engine_of(config_on(CUBE))
     leaves = jax.tree.leaves((engine.state.params, engine.state.optimizer))
     whole = sum(leaf.nbytes for leaf in leaves)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
