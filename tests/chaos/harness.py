@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -156,9 +157,17 @@ class Forked:
     pid: int
     code: int | None = None
 
+    def __post_init__(self) -> None:
+        self._handle = os.pidfd_open(self.pid)
+        self._ended = select.poll()
+        self._ended.register(self._handle, select.POLLIN)
+
     def poll(self) -> int | None:
-        if self.code is None:
+        """Asks the zygote only once there is something to be told: it reaps on being asked."""
+        if self.code is None and self._ended.poll(0):
             self.code = self.zygote.poll(self.pid)
+            if self.code is not None:
+                os.close(self._handle)
         return self.code
 
 

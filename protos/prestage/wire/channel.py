@@ -50,6 +50,8 @@ CLIENT_OPTIONS: Final[tuple[Option, ...]] = (
     *_COMMON,
     ("grpc.enable_retries", 0),
     ("grpc.keepalive_permit_without_calls", 1),
+    # From gRPC's least: its default of 1 s would be most of a restart on the same machine.
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 SERVER_OPTIONS: Final[tuple[Option, ...]] = (
