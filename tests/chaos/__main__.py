@@ -64,6 +64,14 @@ class Tally:
         if outcome.problems:
             self.failed.append((setting, outcome))
 
+    def __str__(self) -> str:
+        total = sum(self.runs.values())
+        return (
+            f"{total} disturbed runs: lost {self.lost}, doubled {self.doubled}, digests equal"
+            f" {self.same} of {total}, failed {len(self.failed)}, fault not reached"
+            f" {sum(self.not_reached.values())}"
+        )
+
     def table(self) -> str:
         width = max(len(name) for name in self.runs)
         lines = [f"{'fault':<{width}}  runs  not reached  restarts"]
@@ -102,19 +110,14 @@ def main(argv: Sequence[str]) -> int:
                 reference, calls = undisturbed(JAX, jax_starter, runs=2)
                 plans = jax_plans(calls, options.seed, options.jax_points)
                 _play(JAX, plans, reference, options, tally, jax_starter)
-    total = sum(tally.runs.values())
-    if not total:
+    if not tally.runs:
         print("no fault matches")
         return 2
     print(tally.table())
     for setting, outcome in tally.failed:
         faults = ", then ".join(map(str, outcome.faults))
         print(f"FAILED {setting}: {faults}: {'; '.join(outcome.problems)}")
-    print(
-        f"{total} disturbed runs (seed {options.seed}): lost {tally.lost}, doubled {tally.doubled},"
-        f" digests equal {tally.same} of {total}, failed {len(tally.failed)}, fault not reached"
-        f" {sum(tally.not_reached.values())}; {time.monotonic() - started_s:.0f} s"
-    )
+    print(f"seed {options.seed}: {tally}; {time.monotonic() - started_s:.0f} s")
     return 1 if tally.failed else 0
 
 
@@ -150,6 +153,7 @@ def _play(
             if outcome.problems:
                 faults_text = ", then ".join(map(str, outcome.faults))
                 tqdm.write(f"FAILED {setting.name}: {faults_text}: {'; '.join(outcome.problems)}")
+    print(f"after {setting.name}: {tally}", flush=True)
 
 
 if __name__ == "__main__":
